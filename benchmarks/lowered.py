@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 import gainstage as gs
 from gainstage._scaling.gradients import unscale
-from gainstage.optimizers import SGD
+from gainstage.optimizers import SGD, LossScaleOptimizer, Variable
 
 from . import models, parameters
 
@@ -131,10 +131,10 @@ def scaled(kind: str) -> optax.GradientTransformationExtraArgs:
     return gs.loss_scaled(transformation(kind), gs.DynamicLossScale(SCALE))
 
 
-def optimizer_of(kind: str, variables: list[gs.Variable]) -> gs.LossScaleOptimizer:
+def optimizer_of(kind: str, variables: list[Variable]) -> LossScaleOptimizer:
     """Our optimizer, built for variables."""
     inner = SGD(RATE, MOMENTUM) if kind == "sgd" else gs.optimizers.Adam(RATE, epsilon=EPSILON)
-    optimizer = gs.LossScaleOptimizer(inner, initial_scale=SCALE)
+    optimizer = LossScaleOptimizer(inner, initial_scale=SCALE)
     optimizer.build(variables)
     return optimizer
 
@@ -183,7 +183,7 @@ def in_optax(
 
 def stateless(kind: str, target: Target, weights: Weights, grads: Weights) -> Any:
     """`LossScaleOptimizer.stateless_apply`."""
-    optimizer = optimizer_of(kind, [gs.Variable(weight) for weight in weights])
+    optimizer = optimizer_of(kind, [Variable(weight) for weight in weights])
 
     def step(weights: Any, state: Any, grads: Any) -> Any:
         return optimizer.stateless_apply(state, grads, weights)
@@ -210,7 +210,7 @@ def behind_backward(kind: str, target: Target, weights: Weights, grads: Weights)
     def step(weights: Any, state: Any, grads: Any) -> Any:
         scale = state.rule_state.scale
         updates, state = tx.update(grads, state, weights, loss_scale=scale, shardings=shardings)
-        return gs.apply_updates(weights, updates, state), state
+        return gs.transforms.apply_updates(weights, updates, state), state
 
     return donating(step).lower(weights, state_in_optax(tx, weights, target), grads)
 
@@ -286,7 +286,7 @@ def train_in_one_call(kind: str, target: Target, model: models.Model, batch: Any
 
 def minimize(kind: str, target: Target, model: models.Model, batch: Any) -> Any:
     """`LossScaleOptimizer.minimize`."""
-    params = jax.tree.map(gs.Variable, planned_everywhere(model.params, target))
+    params = jax.tree.map(Variable, planned_everywhere(model.params, target))
     variables = jax.tree.leaves(params)
     optimizer = optimizer_of(kind, variables)
 
@@ -296,7 +296,7 @@ def minimize(kind: str, target: Target, model: models.Model, batch: Any) -> Any:
 
         return optimizer.minimize(loss, variables)
 
-    return gs.jit(step, (variables, optimizer.variables), donate=True).lower(batch)
+    return gs.optimizers.jit(step, (variables, optimizer.variables), donate=True).lower(batch)
 
 
 TRAIN_STEPS: dict[str, Callable[..., Any]] = {

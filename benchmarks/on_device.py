@@ -169,8 +169,8 @@ def master_weights(dtype: str, quick: bool, until: float, options: Any) -> dict[
     start, gradient = (jnp.asarray(rng.standard_normal(size), dtype) for _ in range(2))
 
     def run(start: jax.Array, **wanted: Any) -> tuple[np.ndarray, np.ndarray | None]:
-        weight = gs.Variable(start)
-        optimizer = gs.LossScaleOptimizer(Adam(1e-5, **wanted), initial_scale=1.0)
+        weight = gs.optimizers.Variable(start)
+        optimizer = gs.optimizers.LossScaleOptimizer(Adam(1e-5, **wanted), initial_scale=1.0)
         optimizer.build([weight])
 
         def step() -> jax.Array:
@@ -178,7 +178,7 @@ def master_weights(dtype: str, quick: bool, until: float, options: Any) -> dict[
             optimizer.apply([(gradient * (1 + 0.5 * jnp.cos(turn))).astype(dtype)], [weight])
             return optimizer.loss_scale
 
-        program = gs.jit(step, ([weight], optimizer.variables), donate=True)
+        program = gs.optimizers.jit(step, ([weight], optimizer.variables), donate=True)
         for _ in range(steps):
             done = program()
         jax.block_until_ready(done)

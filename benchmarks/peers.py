@@ -17,7 +17,7 @@ import optax
 
 import gainstage as gs
 from gainstage._scaling.gradients import unscale
-from gainstage.optimizers import SGD
+from gainstage.optimizers import SGD, Variable
 
 from . import parameters
 from .harness import Builders, Case, Variant
@@ -213,9 +213,9 @@ def our_optimizer(
     ema: bool = False,
     accumulate: bool = False,
     **options: Any,
-) -> tuple[gs.optimizers.Optimizer, list[gs.Variable]]:
+) -> tuple[gs.optimizers.Optimizer, list[Variable]]:
     """An optimizer that is built for variables, and these."""
-    variables = [gs.Variable(p) for p in params]
+    variables = [Variable(p) for p in params]
     options |= {"global_clipnorm": CLIP} if clip else {}
     options |= {"use_ema": True, "ema_momentum": AVERAGE} if ema else {}
     options |= {"gradient_accumulation_steps": ACCUMULATE} if accumulate else {}
@@ -224,20 +224,20 @@ def our_optimizer(
         if kind == "sgd"
         else gs.optimizers.Adam(RATE, epsilon=EPSILON, **options)
     )
-    optimizer = gs.LossScaleOptimizer(inner, initial_scale=1.0) if scaled else inner
+    optimizer = gs.optimizers.LossScaleOptimizer(inner, initial_scale=1.0) if scaled else inner
     optimizer.build(variables)
     return optimizer, variables
 
 
 def ours(params: Params, kind: str, **options: Any) -> Variant:
-    """A step of a training loop: `gs.jit`, which donates, over `apply`."""
+    """A step of a training loop: `gs.optimizers.jit`, which donates, over `apply`."""
     optimizer, variables = our_optimizer(params, kind, **options)
 
     def step(grads: Any) -> jax.Array:
         optimizer.apply(grads, variables)
         return optimizer.loss_scale
 
-    program = gs.jit(step, (variables, optimizer.variables), donate=True)
+    program = gs.optimizers.jit(step, (variables, optimizer.variables), donate=True)
     return lambda _, grads: (variables, program(grads)), (variables, None)
 
 
@@ -281,7 +281,7 @@ def ours_in_train_step(params: Params, kind: str) -> Variant:
     def step(weights: Any, state: Any, grads: Any) -> Any:
         scale = state.rule_state.scale
         updates, state = tx.update(grads, state, weights, loss_scale=scale)
-        return gs.apply_updates(weights, updates, state), state
+        return gs.transforms.apply_updates(weights, updates, state), state
 
     return pure(step, params, tx.init(params))
 

@@ -72,11 +72,13 @@ def train_step(model: models.Model) -> harness.Variant:
 
 
 def keras_style(model: models.Model, **options: Any) -> harness.Variant:
-    """`gs.jit` over `minimize`; with telemetry the step returns it."""
-    params = jax.tree.map(gs.Variable, model.params)
+    """`gs.optimizers.jit` over `minimize`; with telemetry the step returns it."""
+    params = jax.tree.map(gs.optimizers.Variable, model.params)
     variables = jax.tree.leaves(params)
     options = {"rule": gs.DynamicLossScale(SCALE), **options}
-    optimizer = gs.LossScaleOptimizer(gs.optimizers.Adam(RATE, epsilon=EPSILON), **options)
+    optimizer = gs.optimizers.LossScaleOptimizer(
+        gs.optimizers.Adam(RATE, epsilon=EPSILON), **options
+    )
     optimizer.build(variables)
 
     def step(batch: Any) -> Any:
@@ -84,9 +86,9 @@ def keras_style(model: models.Model, **options: Any) -> harness.Variant:
             return model.loss(jax.tree.map(lambda v: v.value(), params), batch)
 
         value = optimizer.minimize(loss, variables)
-        return (value, gs.telemetry(optimizer)) if optimizer.telemetry else value
+        return (value, gs.diagnostics.telemetry(optimizer)) if optimizer.telemetry else value
 
-    program = gs.jit(step, (variables, optimizer.variables), donate=True)
+    program = gs.optimizers.jit(step, (variables, optimizer.variables), donate=True)
     return lambda _, batch: (variables, program(batch)), (variables, None)
 
 

@@ -45,7 +45,7 @@ def train(dtype, seed):
     def step(model, opt_state, x, y):
         loss, grads = gs.value_and_grad(fun, opt_state)(model, x, y)  # ours
         updates, opt_state = tx.update(grads, opt_state, model)
-        return gs.apply_updates(model, updates, opt_state), opt_state, loss  # ours
+        return gs.transforms.apply_updates(model, updates, opt_state), opt_state, loss  # ours
 
     losses = []
     for x, y in digits.batches(seed):

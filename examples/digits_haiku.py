@@ -35,7 +35,7 @@ def train(dtype, seed):
     def step(params, opt_state, x, y):
         loss, grads = gs.value_and_grad(fun, opt_state)(params, x, y)  # ours
         updates, opt_state = tx.update(grads, opt_state, params)
-        return gs.apply_updates(params, updates, opt_state), opt_state, loss  # ours
+        return gs.transforms.apply_updates(params, updates, opt_state), opt_state, loss  # ours
 
     losses = []
     for x, y in digits.batches(seed):

@@ -209,7 +209,10 @@ def reinforce(settings, params, dtype, rng):
         params, opt_state, _, found = step(params, opt_state, tokens, sampled, advantages)
         seen.append((reward.mean(), found["mean_abs_diff"], found["k3"]))
         if n % settings.every == 0:
-            info, (gained, apart, k3) = gs.telemetry(opt_state), np.mean(jax.device_get(seen), 0)
+            info, (gained, apart, k3) = (
+                gs.diagnostics.telemetry(opt_state),
+                np.mean(jax.device_get(seen), 0),
+            )
             print(
                 f"GRPO {n}: reward {gained:.3f}, mean |dlogp| {apart:.1e}, k3 KL {k3:.1e}, "
                 f"scale 2**{np.log2(info.loss_scale):.0f}, {info.skipped_steps} steps skipped",

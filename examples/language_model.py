@@ -214,7 +214,9 @@ def train(settings, folder, devices):
         for n in range(done + 1, settings.steps + 1):
             tokens = jax.device_put(draw(text, settings, n), divided)
             model, opt_state, loss = step(model, opt_state, tokens)
-            info = jax.device_get(gs.telemetry(opt_state))  # the next step reuses its memory
+            info = jax.device_get(
+                gs.diagnostics.telemetry(opt_state)
+            )  # the next step reuses its memory
             record.write(n, info, loss=loss)
             recorder.write(n, info, model, tokens)
             if n % settings.every == 0:

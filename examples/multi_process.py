@@ -45,8 +45,8 @@ def train(options):
     weights = []
     for i, (n, m) in enumerate(itertools.pairwise(WIDTHS)):
         value = rng.normal(size=(n, m)).astype(np.float32) / np.sqrt(n)
-        weights.append(gs.Variable(jax.device_put(value, replicated), name=f"layer{i}"))
-    optimizer = gs.LossScaleOptimizer(gs.optimizers.Adam(1e-3, shard_state_over="data"))
+        weights.append(gs.optimizers.Variable(jax.device_put(value, replicated), name=f"layer{i}"))
+    optimizer = gs.optimizers.LossScaleOptimizer(gs.optimizers.Adam(1e-3, shard_state_over="data"))
     optimizer.build(weights)
     if options.process == 0:
         held = sum(v.value().addressable_shards[0].data.nbytes for v in optimizer.variables)
@@ -73,7 +73,7 @@ def train(options):
     def step(x, y):
         return optimizer.minimize(lambda: loss(x, y), weights)
 
-    step = gs.jit(step, (weights, optimizer.variables), donate=True)
+    step = gs.optimizers.jit(step, (weights, optimizer.variables), donate=True)
     for i in range(start, options.steps):
         rng = np.random.default_rng(i)
         x = rng.normal(size=(BATCH, WIDTHS[0])).astype(np.float32)

@@ -101,13 +101,17 @@ class Trainer:
 
     def __init__(self, task: Task, rule: gs.LossScale | None):
         self.task, self.dtype = task, "float16" if rule else "float32"
-        self.weights = [gs.Variable(w, name=f"w{i}") for i, w in enumerate(task.weights(0))]
-        self.optimizer = gs.LossScaleOptimizer(
+        self.weights = [
+            gs.optimizers.Variable(w, name=f"w{i}") for i, w in enumerate(task.weights(0))
+        ]
+        self.optimizer = gs.optimizers.LossScaleOptimizer(
             Adam(task.rate), rule=rule or gs.FixedLossScale(1.0), telemetry=True
         )
         self.optimizer.build(self.weights)
         self.fresh = [variable.numpy() for variable in self.optimizer.variables]
-        self.step = gs.jit(self._step, (self.weights, self.optimizer.variables), donate=True)
+        self.step = gs.optimizers.jit(
+            self._step, (self.weights, self.optimizer.variables), donate=True
+        )
 
     def _step(self, batch: Any) -> Any:
         values = [w.value() for w in self.weights]
@@ -127,7 +131,7 @@ class Trainer:
             lost = sum(jnp.sum((exact != 0) & (held == 0)) for exact, held in pairs)
             flushed = lost / jnp.maximum(sum(jnp.sum(exact != 0) for exact, _ in pairs), 1)
         self.optimizer.apply(grads, self.weights, loss=loss)
-        return loss, gs.telemetry(self.optimizer), flushed
+        return loss, gs.diagnostics.telemetry(self.optimizer), flushed
 
     def run(
         self, seed: int, steps: int, bad: Sequence[int] = (), scale: float | None = None

@@ -31,7 +31,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import gainstage as gs
 from benchmarks.harness import between_marks, environment, file_to_write
 from gainstage import distributed
-from gainstage.optimizers import schedules
+from gainstage.optimizers import Variable, schedules
 
 from . import DOCS, RESULTS
 from .digits import load_digits
@@ -113,7 +113,7 @@ class Outcome(NamedTuple):
 # ── training ─────────────────────────────────────────────────────────────────────────────────
 
 
-class FaultyOptimizer(gs.LossScaleOptimizer):
+class FaultyOptimizer(gs.optimizers.LossScaleOptimizer):
     """One whose scaled gradients are spoiled between the backward pass and the step."""
 
     _spoil: Callable[[list[jax.Array]], list[jax.Array]]
@@ -151,7 +151,7 @@ def finite(x: jax.Array) -> jax.Array:
     return jnp.isfinite(x.astype(jnp.float32)).all()
 
 
-def stored(variables: Sequence[gs.Variable]) -> list[bytes]:
+def stored(variables: Sequence[Variable]) -> list[bytes]:
     """What the memory of every device of this process holds."""
     shards = [shard for v in variables for shard in v.value().addressable_shards]
     return [np.asarray(shard.data).tobytes() for shard in shards]
@@ -185,7 +185,7 @@ class Training:
         first, last = rng.normal(size=(64, 32)) / 8, rng.normal(size=(32, 10)) / 6
         values = {"w1": first, "b1": np.zeros(32), "w2": last, "b2": np.zeros(10)}
         self.weights = [
-            gs.Variable(self._put(np.asarray(x, jnp.dtype(dtype))), name=name)
+            Variable(self._put(np.asarray(x, jnp.dtype(dtype))), name=name)
             for name, x in values.items()
         ]
         options = {**OPTIONS[option], "master_weights": dtype != "float32"}
@@ -197,9 +197,9 @@ class Training:
         self.inner = inner.variables  # the number of good steps, then all slots
         # Steps that let something not finite in, changed what they skipped, took what was spoiled,
         # skipped what was not, or left no scale.
-        self.counts = gs.Variable(self._put(np.zeros(5, np.int32)), name="counts")
+        self.counts = Variable(self._put(np.zeros(5, np.int32)), name="counts")
         self.state = [*self.weights, *self.optimizer.variables, self.counts]
-        self.compiled = gs.jit(self._step, self.state, donate=True)
+        self.compiled = gs.optimizers.jit(self._step, self.state, donate=True)
         self.accuracy_of = jax.jit(self._accuracy_of)
         self.fresh = self.values()
 

@@ -14,7 +14,7 @@ from benchmarks import float8_programs
 from benchmarks.harness import between_marks
 
 PAGE, PICTURE = "what-a-precision-costs.md", "what-a-precision-costs.png"
-MAX_NOISE, MAX_BIAS = 0.01, 0.02  # the budget of `precision.advise`
+MAX_NOISE, MAX_BIAS = 0.01, 0.02  # the budget of `gs.advise`
 # The precisions, with their colors.
 ARMS = {"bfloat16": "#edae49", "float16": "#00798c", "float8": "#d1495b", "plan": "#6d597a"}
 FACTOR = 1.5  # between what shares predict and what is measured

@@ -73,7 +73,7 @@ def trained(model: Model, loss: Loss, steps: int, seeds: int) -> Trained:
         if seed == 0:
             found.on_the_way.append(params)
         found.losses.append(float(np.mean([float(value) for value in losses[-LAST:]])))
-        found.skipped.append(int(gs.telemetry(state).skipped_steps))
+        found.skipped.append(int(gs.diagnostics.telemetry(state).skipped_steps))
     return found
 
 

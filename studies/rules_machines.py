@@ -18,7 +18,7 @@ import optax
 
 import gainstage as gs
 from gainstage.compat import experimental, tf2, v1
-from gainstage.optimizers import SGD
+from gainstage.optimizers import SGD, Variable, functionalize
 from gainstage.rules import adaptive as measured
 
 from .rules_search import Input, Machine, changed, network
@@ -100,7 +100,7 @@ def in_optax_loop(
             loss, grads = gs.value_and_grad(network, before)(weight, *batch)
             extra = {"value": loss} if value else {}
             updates, after = tx.update(grads, before, weight, **extra)
-            params = gs.apply_updates(weight, updates, after)
+            params = gs.transforms.apply_updates(weight, updates, after)
         moved = changed((weight, inner), (params, after.inner))
         return folded(rule, jax.tree.leaves(after.rule_state)), moved
 
@@ -161,9 +161,9 @@ def in_optimizer(
 class Live(NamedTuple):
     """An optimizer as its variables and a pure step of their values."""
 
-    variables: list[gs.Variable]
-    searched: list[gs.Variable]  # those that decide on the next scale
-    scale: gs.Variable
+    variables: list[Variable]
+    searched: list[Variable]  # those that decide on the next scale
+    scale: Variable
     take: Callable[[list[Any], Any], list[Any]]
     load: Callable[[list[np.ndarray]], None]
     watched: Callable[[list[Any]], list[Any]]  # of all values, those that a skipped step keeps
@@ -177,15 +177,15 @@ def scaled_optimizer(
     options: dict[str, Any] = {}
     if window:
         options = {"gradient_accumulation_steps": window}
-    weight = gs.Variable(W, name="weight")
-    opt = gs.LossScaleOptimizer(SGD(0.25, momentum=0.5, **options), rule=rule)
+    weight = Variable(W, name="weight")
+    opt = gs.optimizers.LossScaleOptimizer(SGD(0.25, momentum=0.5, **options), rule=rule)
     opt.build([weight])
     inner = opt.inner_optimizer.variables
     own = [v for v in opt.variables if v not in inner]
     counts = [v for v in inner if v.dtype == jnp.int32] if window else []
     variables = [weight, *opt.variables]
-    scaled = gs.functionalize(lambda loss: opt.scale_loss(loss), opt.variables)
-    whole = gs.functionalize(
+    scaled = functionalize(lambda loss: opt.scale_loss(loss), opt.variables)
+    whole = functionalize(
         lambda batch: opt.minimize(lambda: network(weight.value(), *batch), [weight],
                                    retries=retries), variables
     )  # fmt: skip
@@ -228,7 +228,7 @@ def scaled_optimizer(
 
 def scale_alone(make: Callable[[], Any]) -> Live:
     """A loss scale of `compat.experimental` in a loop that asks it whether to apply a step."""
-    weight, scale = gs.Variable(W), make()
+    weight, scale = Variable(W), make()
     variables = [weight, *scale.variables]
 
     def one(batch: Any) -> None:
@@ -238,13 +238,13 @@ def scale_alone(make: Callable[[], Any]) -> Live:
 
     return Live(
         variables, scale.variables, scale.variables[0], only_values(one, variables),
-        lambda values: list(map(gs.Variable.assign, variables, values)), lambda values: values[:1],
+        lambda values: list(map(Variable.assign, variables, values)), lambda values: values[:1],
     )  # fmt: skip
 
 
 def tf2_optimizer(dynamic: bool, **scale: Any) -> Live:
     """`compat.tf2.LossScaleOptimizer`. As in TensorFlow, a skipped step counts in `iterations`."""
-    weight = gs.Variable(W, name="weight")
+    weight = Variable(W, name="weight")
     opt = tf2.LossScaleOptimizer(SGD(0.25, momentum=0.5), dynamic, **scale)
     opt.build([weight])
     variables = [weight, *opt.variables]
@@ -266,7 +266,7 @@ def tf2_optimizer(dynamic: bool, **scale: Any) -> Live:
 
 def v1_optimizer(make: Callable[[], Any]) -> Live:
     """`compat.v1.MixedPrecisionLossScaleOptimizer`, with a global step."""
-    weight, count = gs.Variable(W, name="weight"), gs.Variable(0, name="global_step")
+    weight, count = Variable(W, name="weight"), Variable(0, name="global_step")
     opt = v1.MixedPrecisionLossScaleOptimizer(v1.MomentumOptimizer(0.25, 0.5), make())
     opt.build([weight])
     variables = [weight, count, *opt.variables()]
@@ -288,9 +288,9 @@ def v1_optimizer(make: Callable[[], Any]) -> Live:
     )  # fmt: skip
 
 
-def only_values(one: Callable[[Any], None], variables: list[gs.Variable]) -> Any:
+def only_values(one: Callable[[Any], None], variables: list[Variable]) -> Any:
     """A step on variables as a function of their values."""
-    whole = gs.functionalize(one, variables)
+    whole = functionalize(one, variables)
     return lambda values, batch: whole(values, batch)[1]
 
 

@@ -29,7 +29,7 @@ from rich.console import Console
 
 import gainstage as gs
 from benchmarks.harness import environment, file_to_write
-from gainstage.diagnostics import xray
+from gainstage import xray
 
 from . import DOCS, RESULTS
 from . import needs_scaling_page as page
@@ -87,7 +87,11 @@ class Trainer:
         nothing = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
         (value, grads), _ = jax.lax.scan(add, nothing, batches)
         updates, state = self.tx.update(grads, state, params, value=value)
-        return gs.apply_updates(params, updates, state), state, gs.telemetry(state)
+        return (
+            gs.transforms.apply_updates(params, updates, state),
+            state,
+            gs.diagnostics.telemetry(state),
+        )
 
     def run(self, seed: int, ranks: int) -> tuple[Any, dict[str, Any]]:
         """Trains; returns the parameters, and what the run was like."""

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import checkify
 
 from benchmarks.harness import between_marks, environment, file_to_write
-from gainstage.diagnostics import xray
+from gainstage import xray
 
 from . import DOCS, RESULTS, planted
 from .planted import HALF, MODELS, Fault, Model

@@ -49,11 +49,11 @@ def make(optimizer, option="plain", dtype=np.float32, constraint=bound, **scale)
     cls, arguments = OPTIMIZERS[optimizer]
     rng = np.random.default_rng(1)
     variables = [
-        gs.Variable(rng.normal(size=s), dtype=dtype, name=f"v{i}", constraint=constraint)
+        gs.optimizers.Variable(rng.normal(size=s), dtype=dtype, name=f"v{i}", constraint=constraint)
         for i, s in enumerate(SHAPES)
     ]
     opt = cls(RATE, **arguments, **OPTIONS[option])
-    opt = gs.LossScaleOptimizer(opt, **scale) if scale else opt
+    opt = gs.optimizers.LossScaleOptimizer(opt, **scale) if scale else opt
     opt.build(variables)
     return variables, opt
 

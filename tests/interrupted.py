@@ -48,12 +48,16 @@ class Run:
     """An optimizer that takes away 1 from every weight in a step."""
 
     def __init__(self, elements, jit_compile=True):
-        self.weights = [gs.Variable(jnp.zeros(elements), name=f"w{i}") for i in range(TENSORS)]
+        self.weights = [
+            gs.optimizers.Variable(jnp.zeros(elements), name=f"w{i}") for i in range(TENSORS)
+        ]
         inner = SGD(1.0, use_ema=True, ema_momentum=0.0, jit_compile=jit_compile)
         rule = gs.DynamicLossScale(1.0, GROWTH, max_scale=2.0**4)
-        self.opt = gs.LossScaleOptimizer(inner, rule=rule)
+        self.opt = gs.optimizers.LossScaleOptimizer(inner, rule=rule)
         self.opt.build(self.weights)
-        self.step = gs.jit(self.minimize, (self.weights, self.opt.variables), donate=True)
+        self.step = gs.optimizers.jit(
+            self.minimize, (self.weights, self.opt.variables), donate=True
+        )
         self.ones = jnp.ones(elements)
 
     def minimize(self):

@@ -36,7 +36,7 @@ def shapes():
 def stateful(make, dtype=jnp.float32):
     """The `stateless_apply` of an optimizer."""
     kinds = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes()]
-    variables = [gs.Variable(kind, name=f"v{i}") for i, kind in enumerate(kinds)]
+    variables = [gs.optimizers.Variable(kind, name=f"v{i}") for i, kind in enumerate(kinds)]
     opt = make()
     opt.build(variables)
     state = [variable._value for variable in opt.variables]
@@ -58,7 +58,7 @@ def functional(tx):
 
 def scaled(inner, **options):
     """A wrapped optimizer, to be made later."""
-    return lambda: gs.LossScaleOptimizer(inner(), **options)
+    return lambda: gs.optimizers.LossScaleOptimizer(inner(), **options)
 
 
 def adam(**options):

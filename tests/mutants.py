@@ -43,7 +43,7 @@ PARTS = {
     "step": (("optimizers/_step/",), 0.15, CORE),
     "optimizers": (("optimizers/", "compat/"), 0.15, ELSEWHERE),
     "interop": (("interop/", "_variables/"), 0.1, ELSEWHERE),
-    "precision, runs, xray": (("precision/", "runs/", "xray/", "_programs/"), 0.1, ELSEWHERE),
+    "precision, runs, xray": (("precision/", "runs/", "_xray/", "_programs/"), 0.1, ELSEWHERE),
 }
 SECONDS = 300  # for the tests of one mutant
 FIRST, MOST = 40, 300  # tests that are run before the others, and in all

@@ -30,10 +30,10 @@ def program(mesh, tensors, **options):
     for i in range(tensors):
         layout = NamedSharding(mesh, PartitionSpec(*SPECS[i % len(SPECS)]))
         plan = jax.ShapeDtypeStruct((4096, 8192), jnp.float32, sharding=layout)
-        variables.append(gs.Variable(plan, name=f"v{i}"))
-    optimizer = gs.LossScaleOptimizer(Adam(1e-3, **options))
+        variables.append(gs.optimizers.Variable(plan, name=f"v{i}"))
+    optimizer = gs.optimizers.LossScaleOptimizer(Adam(1e-3, **options))
     optimizer.build(variables)
-    step = gs.jit(optimizer.apply, (variables, optimizer.variables), donate=True)
+    step = gs.optimizers.jit(optimizer.apply, (variables, optimizer.variables), donate=True)
     return step.lower([variable._value for variable in variables])
 
 

@@ -12,21 +12,22 @@ import optax
 from flax import nnx
 
 import gainstage as gs
-from gainstage.diagnostics import JsonLines, Run, read_run
-from gainstage.optimizers import SGD, Adam, schedules
+from gainstage.diagnostics import JsonLines, Run, read_run, telemetry
+from gainstage.optimizers import SGD, Adam, LossScaleOptimizer, Variable, functionalize, schedules
+from gainstage.transforms import locally_scaled
 
 Weights = dict[str, jax.Array]
 
-w = gs.Variable([1.0, 2.0], name="w")
+w = Variable([1.0, 2.0], name="w")
 assert_type(w.value(), jax.Array)
 assert_type(w * 2, jax.Array)
 assert_type((2.0 - w) @ w, jax.Array)
 assert_type(-w[0], jax.Array)
 assert_type(w >= 0, jax.Array)
 assert_type(w.shape, tuple[int, ...])
-assert_type({w: 1}, dict[gs.Variable, int])
+assert_type({w: 1}, dict[Variable, int])
 
-opt = gs.LossScaleOptimizer(Adam(1e-3, beta_1=0.8), 2.0**10, clipnorm=1.0, telemetry=True)
+opt = LossScaleOptimizer(Adam(1e-3, beta_1=0.8), 2.0**10, clipnorm=1.0, telemetry=True)
 assert_type(opt.loss_scale, jax.Array)
 assert_type(opt.scale_loss(1.0), jax.Array)
 assert_type(opt.inner_optimizer, gs.optimizers.Optimizer)
@@ -35,19 +36,19 @@ assert_type(opt.minimize(lambda: w.value().sum(), [w]), jax.Array)
 assert_type(
     opt.minimize(lambda: (w[0], {"x": 1}), [w], has_aux=True), tuple[jax.Array, dict[str, int]]
 )
-assert_type(opt.apply_gradients([(jnp.ones(2), w)]), gs.Variable)
-assert_type(opt.variables, list[gs.Variable])
-assert_type(opt.learning_rate, gs.Variable)
+assert_type(opt.apply_gradients([(jnp.ones(2), w)]), Variable)
+assert_type(opt.variables, list[Variable])
+assert_type(opt.learning_rate, Variable)
 assert_type(opt.clipnorm, float | None)
 assert_type(opt.use_ema, bool)
 assert_type(opt.telemetry, bool)
 assert_type(opt.state(), dict[str, jax.Array])
-assert_type(gs.telemetry(opt), gs.typing.StepInfo)
+assert_type(telemetry(opt), gs.typing.StepInfo)
 assert_type(gs.diagnostics.report(opt).underflow, gs.diagnostics.Underflow | None)
 assert_type(gs.diagnostics.read_run("run.jsonl"), Run)
-assert_type(gs.compat.tf2.LossScaleOptimizer(SGD()).lr, gs.Variable)
-assert_type(gs.telemetry(opt).finite, jax.Array)
-assert_type(gs.LossScaleOptimizer.from_config(opt.get_config()), gs.LossScaleOptimizer)
+assert_type(gs.compat.tf2.LossScaleOptimizer(SGD()).lr, Variable)
+assert_type(telemetry(opt).finite, jax.Array)
+assert_type(LossScaleOptimizer.from_config(opt.get_config()), LossScaleOptimizer)
 assert_type(gs.DynamicLossScale.from_config({}), gs.DynamicLossScale)
 opt.learning_rate = 0.5
 opt.apply([jnp.ones(2), None, [1.0, 2.0], w], loss=0.5, apply_if=np.bool_(True))
@@ -56,17 +57,17 @@ for rate in (0.1, w, lambda: 0.1, schedules.CosineDecay(0.1, 10), optax.constant
 
 adam = Adam()
 assert_type(adam.scale_loss(w.value()), jax.Array)
-assert_type(adam.momentums, list[gs.Variable])
-assert_type(adam.add_optimizer_variables([w], "slot"), list[gs.Variable])
-assert_type(adam.add_optimizer_variables([w], ("a", "b")), tuple[list[gs.Variable], ...])
+assert_type(adam.momentums, list[Variable])
+assert_type(adam.add_optimizer_variables([w], "slot"), list[Variable])
+assert_type(adam.add_optimizer_variables([w], ("a", "b")), tuple[list[Variable], ...])
 
 tx = gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(8.0, hysteresis=2), telemetry=True)
 assert_type(tx, optax.GradientTransformationExtraArgs)
 gs.loss_scaled(optax.MultiSteps(optax.sgd(0.1), 2), gs.compat.experimental.FixedLossScale(2))
 state: Any = tx.init({"w": w.value()})
-assert_type(gs.loss_scale(state), jax.Array)
-assert_type(gs.step_was_applied(state), jax.Array)
-assert_type(gs.select_if_applied(w * 2, w.value(), state), jax.Array)
+assert_type(gs.transforms.loss_scale(state), jax.Array)
+assert_type(gs.transforms.step_was_applied(state), jax.Array)
+assert_type(gs.transforms.select_if_applied(w * 2, w.value(), state), jax.Array)
 
 
 def loss_fn(params: Weights, x: jax.Array, power: float = 2.0) -> jax.Array:
@@ -88,7 +89,7 @@ assert_type(aux_and_grad(params, x, x), tuple[tuple[jax.Array, list[int]], Any])
 assert_type(gs.value_and_grad(lambda w: w**2, state)(x), tuple[jax.Array, Any])
 for using in (jax.value_and_grad, nnx.value_and_grad, equinox.filter_value_and_grad):
     gs.value_and_grad(loss_fn, state, using=using)
-assert_type(gs.apply_updates(params, params, state), Weights)
+assert_type(gs.transforms.apply_updates(params, params, state), Weights)
 
 step, aux_step = gs.train_step(loss_fn, tx), gs.train_step(with_aux, tx, has_aux=True)
 assert_type(step(params, state, x), tuple[Weights, Any, jax.Array])
@@ -103,20 +104,20 @@ def choose(has_aux: bool) -> None:
     gs.train_step(loss_fn, tx, has_aux=has_aux)
 
 
-compiled = gs.jit(loss_fn, [w, *opt.variables], donate=True)
+compiled = gs.optimizers.jit(loss_fn, [w, *opt.variables], donate=True)
 assert_type(compiled(params, x, power=3.0), jax.Array)
-assert_type(gs.functionalize(loss_fn, {"w": w})({"w": x}, params, x), tuple[jax.Array, Any])
-assert_type(gs.locally_scaled(loss_fn, 2.0)(params, x), jax.Array)
+assert_type(functionalize(loss_fn, {"w": w})({"w": x}, params, x), tuple[jax.Array, Any])
+assert_type(locally_scaled(loss_fn, 2.0)(params, x), jax.Array)
 
 with JsonLines("run.jsonl", every=10, rule=opt.rule) as run:
     assert_type(run, JsonLines)
-    run.write(0, gs.telemetry(opt), loss=0.5)
+    run.write(0, telemetry(opt), loss=0.5)
 assert_type(read_run("run.jsonl"), Run)
 
 # Mistakes: each is found by pyright and by mypy, or its comments would be errors.
 _ = gs.typo  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
-gs.LossScaleOptimizer(Adam(), clipnrom=1.0)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-gs.LossScaleOptimizer()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+LossScaleOptimizer(Adam(), clipnrom=1.0)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+LossScaleOptimizer()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 gs.DynamicLossScale("high")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 SGD(0.1).minimize(w.value(), [w])  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 gs.LossScale()  # type: ignore[abstract]  # pyright: ignore[reportAbstractUsage]
@@ -143,8 +144,8 @@ step(x, state, x)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentTyp
 gs.train_step(with_aux, tx)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 gs.train_step(loss_fn, SGD(0.1))  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 compiled(params)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-gs.jit(loss_fn, opt)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-gs.jit(loss_fn)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-gs.functionalize(loss_fn, [w])([x], x, x)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-gs.locally_scaled(loss_fn, 2.0)(x)  # type: ignore[call-arg, arg-type]  # pyright: ignore[reportCallIssue]
-gs.locally_scaled(loss_fn, "2")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+gs.optimizers.jit(loss_fn, opt)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+gs.optimizers.jit(loss_fn)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+functionalize(loss_fn, [w])([x], x, x)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+locally_scaled(loss_fn, 2.0)(x)  # type: ignore[call-arg, arg-type]  # pyright: ignore[reportCallIssue]
+locally_scaled(loss_fn, "2")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

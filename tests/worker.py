@@ -22,7 +22,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage import distributed
-from gainstage.optimizers import Adam
+from gainstage.optimizers import Adam, LossScaleOptimizer, Variable
+from gainstage.transforms import loss_scale
 
 try:
     import orbax.checkpoint as ocp
@@ -43,11 +44,13 @@ class Training:
             layout = NamedSharding(mesh, PartitionSpec(*SPECS[name]))
             value = rng.normal(size=shape).astype(np.float32) / 4
             value = jax.make_array_from_callback(shape, layout, value.__getitem__)
-            self.weights.append(gs.Variable(value, name=name))
+            self.weights.append(Variable(value, name=name))
         options = {"shard_state_over": "data", "use_ema": True} | options
-        self.optimizer = gs.LossScaleOptimizer(Adam(rate, **options), dynamic_growth_steps=4)
+        self.optimizer = LossScaleOptimizer(Adam(rate, **options), dynamic_growth_steps=4)
         self.optimizer.build(self.weights)
-        self.compiled = gs.jit(self._step, (self.weights, self.optimizer.variables), donate=True)
+        self.compiled = gs.optimizers.jit(
+            self._step, (self.weights, self.optimizer.variables), donate=True
+        )
 
     def _step(self, x):
         def loss():
@@ -110,7 +113,7 @@ def retried(mesh, steps):
         x = on_mesh(x, rows)
         _, grads = differentiate(w, x)
         w, opt_state, loss = step(w, opt_state, x)
-        scale = gs.loss_scale(opt_state)
+        scale = loss_scale(opt_state)
         seen.append([*map(float, (loss, scale, jnp.abs(grads).max())), bool(opt_state.applied)])
     bad = np.ones((16, 16), np.float32)
     bad[-1, -1] = np.nan  # on one device alone
@@ -118,10 +121,10 @@ def retried(mesh, steps):
     for retries in (0, 8, 30):
         tx = gs.loss_scaled(optax.adam(0.01))
         new, opt_state, _ = gs.train_step(loss_fn, tx, retries=retries)(w + 0, tx.init(w), bad)
-        v, opt = gs.Variable(w), gs.LossScaleOptimizer(Adam(0.01))
+        v, opt = Variable(w), LossScaleOptimizer(Adam(0.01))
         opt.minimize(lambda v=v: loss_fn(v.value(), bad), [v], retries=retries)
         kept = bool((new == w).all() & (v.value() == w).all())
-        after.append([float(gs.loss_scale(opt_state)), float(opt.loss_scale), kept])
+        after.append([float(loss_scale(opt_state)), float(opt.loss_scale), kept])
     return seen, after
 
 
@@ -142,7 +145,7 @@ def recorded(mesh, folder):
             x = np.full((16, 4), 1e4 if n == 6 else 0.01, np.float32)
             batch = jax.make_array_from_callback(x.shape, rows, x.__getitem__)
             w, opt_state, loss = step(w, opt_state, batch)
-            info = gs.telemetry(opt_state)
+            info = gs.diagnostics.telemetry(opt_state)
             records.write(n, info, loss=loss)
             written.append([recorder.write(n, info, w, x), spread.write(n, info, w, batch)])
     return written, [str(warning.message) for warning in told]

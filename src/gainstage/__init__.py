@@ -3,48 +3,48 @@
 Who owns the step?
 
     you                              TrainState, train_step
-    you, and gradients pass          TrainState; or its parts: loss_scaled, value_and_grad,
-      through your hands               apply_updates, select_if_applied, loss_scale, scale_loss
+    you, and gradients pass          TrainState; or, in a chain of optax, loss_scaled,
+      through your hands               value_and_grad and the module `transforms`
     a trainer that differentiates    autocast with `loss_scale`, loss_scaled
-    an optimizer, as in Keras        LossScaleOptimizer, Variable, jit, functionalize
-    Keras's `fit`                    interop.keras.LossScaleOptimizer
+    an optimizer, as in Keras        the module `optimizers`
+    Keras's `fit`                    interop.keras.compile
 
 With any of them: `autocast` computes in half precision, and `keep_float32` keeps a part of that in
-float32; `locally_scaled` scales a part of a network, `FixedLossScale`, `DynamicLossScale` and
-`AdaptiveLossScale` are rules, and `telemetry` tells what a step did.
+float32; `FixedLossScale`, `DynamicLossScale` and `AdaptiveLossScale` are rules; `advise` says what
+each precision costs, and `xray` where a step overflows.
 
-Modules: `optimizers`, `precision`, `diagnostics`, `distributed`, `interop`, `compat`, `typing`.
+Modules: `transforms`, `optimizers`, `precision`, `diagnostics`, `distributed`, `interop`, `compat`,
+`typing`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from gainstage import optimizers, precision, typing
-from gainstage._variables.bridge import functionalize, jit
-from gainstage._variables.variable import Variable
-from gainstage.optimizers import LossScaleOptimizer
+from gainstage import optimizers, precision, transforms, typing
+from gainstage.precision.advice import advise
 from gainstage.precision.autocast import autocast, keep_float32
 from gainstage.rules import AdaptiveLossScale, DynamicLossScale, FixedLossScale, LossScale
-from gainstage.runs.telemetry import telemetry
-from gainstage.transforms.apply_updates import apply_updates, select_if_applied, step_was_applied
-from gainstage.transforms.locally_scaled import locally_scaled
 from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.train_step import train_step
-from gainstage.transforms.value_and_grad import loss_scale, scale_loss, value_and_grad
+from gainstage.transforms.value_and_grad import value_and_grad
 
-_LAZY = ("compat", "diagnostics", "distributed", "interop")  # imported when they are first used
+# Imported when they are first used.
+_LAZY = ("compat", "diagnostics", "distributed", "interop")
 
 if TYPE_CHECKING:
     from gainstage import compat as compat
     from gainstage import diagnostics as diagnostics
     from gainstage import distributed as distributed
     from gainstage import interop as interop
+    from gainstage._xray.xray import xray as xray
 else:
 
     def __getattr__(name: str) -> object:
         if name in _LAZY:
             return import_module(f"gainstage.{name}")
+        if name == "xray":
+            return import_module("gainstage._xray.xray").xray
         advice = ""
         if name == "GradScaler":
             advice = ". Wrap the optimizer: tx = gainstage.loss_scaled(tx). See docs/from/torch.md."
@@ -64,24 +64,16 @@ __all__ = [
     "DynamicLossScale",
     "FixedLossScale",
     "LossScale",
-    "LossScaleOptimizer",
     "TrainState",
-    "Variable",
-    "apply_updates",
+    "advise",
     "autocast",
-    "functionalize",
-    "jit",
     "keep_float32",
-    "locally_scaled",
-    "loss_scale",
     "loss_scaled",
     "optimizers",
     "precision",
-    "scale_loss",
-    "select_if_applied",
-    "step_was_applied",
-    "telemetry",
     "train_step",
+    "transforms",
     "typing",
     "value_and_grad",
+    "xray",
 ]

@@ -41,12 +41,12 @@ def _run(arguments: argparse.Namespace) -> int:
         jax.config.update("jax_platforms", "cpu")  # the run may still use the accelerators
         report = importlib.import_module("gainstage.runs.report")
         page = arguments.output or arguments.run.with_suffix(".html")
-        from_file = importlib.import_module("gainstage.xray.from_file")
+        from_file = importlib.import_module("gainstage._xray.from_file")
         return report.main(arguments.run, page, from_file.commands(arguments.run.parent))
     if arguments.command == "xray":
         if not os.environ.get("JAX_PLATFORMS"):
             jax.config.update("jax_platforms", "cpu")  # as for a report
-        from_file = importlib.import_module("gainstage.xray.from_file")
+        from_file = importlib.import_module("gainstage._xray.from_file")
         where, how = (arguments.loss, arguments.like), (arguments.has_aux, arguments.using)
         return from_file.main(arguments.path, *where, *how)
     try:
@@ -164,7 +164,7 @@ def _parser() -> _Parser:
         type=_advised,
         metavar="MODULE:FUNCTION",
         help="a function without arguments that returns (loss_fn, params, batches), as for "
-        "gainstage.precision.advise, or (model, batches), as for gainstage.interop.keras.advise. "
+        "gainstage.advise, or (model, batches), as for gainstage.interop.keras.advise. "
         "Its module is imported, also from this directory",
     )
     advise.add_argument(

@@ -4,9 +4,10 @@ import importlib
 import sys
 from typing import Any
 
-from gainstage.precision import Advice, advise
+from gainstage import advise
+from gainstage._xray.from_file import imported_from
+from gainstage.precision import Advice
 from gainstage.precision.cards import known_card
-from gainstage.xray.from_file import imported_from
 
 
 def main(words: str, count: int | None, card: str | None, has_aux: bool) -> int:

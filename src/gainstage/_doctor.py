@@ -81,8 +81,8 @@ def product(dtype: str) -> str:
 
 def _small_gradients_survive() -> None:
     """a gradient that float16 flushes to zero arrives:"""
-    w = gs.Variable(1.0)
-    opt = gs.LossScaleOptimizer(gs.optimizers.SGD(1.0), initial_scale=2.0**15)
+    w = gs.optimizers.Variable(1.0)
+    opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(1.0), initial_scale=2.0**15)
 
     def loss() -> jax.Array:
         return (w.value().astype(jnp.float16) * jnp.float16(2.0**-13)).astype(jnp.float32) * 2**-13
@@ -95,8 +95,8 @@ def _small_gradients_survive() -> None:
 
 def _overflow_is_skipped() -> None:
     """a step that overflows changes nothing but the scale:"""
-    w = gs.Variable(np.ones(5000, np.float32))
-    opt = gs.LossScaleOptimizer(gs.optimizers.Adam(0.1), initial_scale=2.0**15)
+    w = gs.optimizers.Variable(np.ones(5000, np.float32))
+    opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.Adam(0.1), initial_scale=2.0**15)
     opt.build([w])
     before = [v.numpy().tobytes() for v in [w, *opt.inner_optimizer.variables]]
     opt.scale_loss(1.0)
@@ -107,17 +107,17 @@ def _overflow_is_skipped() -> None:
 
 
 def _all_ways_agree() -> None:
-    """the optax loop, `apply` and `gs.jit` take the same steps:"""
+    """the optax loop, `apply` and `gs.optimizers.jit` take the same steps:"""
     start = np.linspace(-1, 1, 300, dtype=np.float32)
-    w, v = gs.Variable(start), gs.Variable(start)
-    eager = gs.LossScaleOptimizer(gs.optimizers.Adam(0.1))
-    compiled = gs.LossScaleOptimizer(gs.optimizers.Adam(0.1))
+    w, v = gs.optimizers.Variable(start), gs.optimizers.Variable(start)
+    eager = gs.optimizers.LossScaleOptimizer(gs.optimizers.Adam(0.1))
+    compiled = gs.optimizers.LossScaleOptimizer(gs.optimizers.Adam(0.1))
     compiled.build([v])
 
     def minimize() -> jax.Array:
         return compiled.minimize(lambda: (v.value() ** 2).sum(), [v])
 
-    step = gs.jit(minimize, ([v], compiled.variables), donate=True)
+    step = gs.optimizers.jit(minimize, ([v], compiled.variables), donate=True)
     tx = gs.loss_scaled(optax.adam(0.1, eps=1e-7))
     params: Any = jnp.asarray(start)
     state = tx.init(params)
@@ -133,8 +133,8 @@ def _all_ways_agree() -> None:
 
 def _nothing_goes_to_the_host() -> None:
     """a step waits for nothing:"""
-    w = gs.Variable(np.ones(3, np.float32))
-    opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1))
+    w = gs.optimizers.Variable(np.ones(3, np.float32))
+    opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1))
     opt.build([w])
     grads = [opt.scale_loss(jnp.ones(3))]
     opt.apply(grads, [w])

@@ -1,11 +1,11 @@
 """Records runs and explains them: writers, alarms, reports, and the causes of bad steps."""
 
+from gainstage._xray.step_recorder import BadStep, StepRecorder, read_step
+from gainstage._xray.xray import Cause, Remedy, Window, Xray
 from gainstage.runs.alarms import Alarm, Alarms, alarms_in
 from gainstage.runs.recording import Run, read_run
-from gainstage.runs.telemetry import Report, Underflow, report
+from gainstage.runs.telemetry import Report, Underflow, report, telemetry
 from gainstage.runs.writers import JsonLines, Writer
-from gainstage.xray.step_recorder import BadStep, StepRecorder, read_step
-from gainstage.xray.xray import Cause, Remedy, Window, Xray, xray
 
 __all__ = [
     "Alarm",
@@ -25,7 +25,7 @@ __all__ = [
     "read_run",
     "read_step",
     "report",
-    "xray",
+    "telemetry",
 ]
 
 

@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 
 import gainstage as gs
+from gainstage import advise
 from gainstage.__main__ import main
-from gainstage.precision import advise
 from gainstage.precision.cards import known_card
 
 

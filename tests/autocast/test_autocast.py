@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage._programs import jaxprs
-from gainstage.optimizers import SGD
+from gainstage.optimizers import SGD, Variable
 
 KEY = jax.random.key(0)
 
@@ -645,8 +645,8 @@ def test_a_linen_model():
 
 
 def test_minimize_with_variables():
-    """A loss over `gs.Variable`s trains, and what it assigns is assigned in float32."""
-    w, b, mean = gs.Variable(PARAMS["a"]), gs.Variable(PARAMS["b"]), gs.Variable(jnp.zeros(16))
+    """A loss over `gs.optimizers.Variable`s trains, and what it assigns is assigned in float32."""
+    w, b, mean = Variable(PARAMS["a"]), Variable(PARAMS["b"]), Variable(jnp.zeros(16))
 
     def loss():
         h = X @ w.value() + b.value()
@@ -654,7 +654,7 @@ def test_minimize_with_variables():
         return jnp.mean(h**2)
 
     before = w.value(), b.value()
-    opt = gs.LossScaleOptimizer(SGD(0.1))
+    opt = gs.optimizers.LossScaleOptimizer(SGD(0.1))
     value = opt.minimize(gs.autocast(loss), [w, b])
     h = X @ before[0] + before[1]
     assert float(value) == pytest.approx(float(jnp.mean(h**2)), rel=2e-3)
@@ -786,7 +786,7 @@ def test_a_constant_that_half_precision_would_round_is_not_rounded():
 
 def test_a_call_outside_of_a_program_reads_variables_through_all_that_is_around_it():
     """A loss with a scale of its own, and autocast within autocast, close over one."""
-    v = gs.Variable(np.linspace(-1, 1, 12).reshape(4, 3))
+    v = Variable(np.linspace(-1, 1, 12).reshape(4, 3))
     x = np.linspace(0, 1, 8, dtype=np.float32).reshape(2, 4)
 
     def loss(x):

@@ -322,7 +322,7 @@ def test_a_model_trains_in_float8_as_in_float32(library):
         for n in range(150):
             bad = jnp.where(n == 75, jnp.inf, 1.0)
             model, state, value = step(model, state, x * bad, y)
-        return float(value), int(gs.telemetry(state).skipped_steps)
+        return float(value), int(gs.diagnostics.telemetry(state).skipped_steps)
 
     exact, _ = trained(loss)
     found, skipped = trained(in_float8(loss, model, x, y))

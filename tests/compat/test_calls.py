@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import pytest
 from transfers import through_a_store
 
-import gainstage as gs
 from gainstage.compat import dtensor, experimental, tf2, v1
-from gainstage.optimizers import SGD, schedules
+from gainstage.optimizers import SGD, Variable, schedules
 
 INF, NAN = float("inf"), float("nan")
 
@@ -137,7 +136,7 @@ def state(opt):
 
 def check(opt, row, step, variable, calls):
     """Makes some calls of a row, and compares what there is after each."""
-    steps = gs.Variable(sum(map(math.isfinite, row.gradients[: calls.start])))
+    steps = Variable(sum(map(math.isfinite, row.gradients[: calls.start])))
     counted = {"global_step": steps} if isinstance(opt, v1.Optimizer) else {}
     for i in calls:
         step(opt, row.gradients[i], variable, **counted)
@@ -157,7 +156,7 @@ def check(opt, row, step, variable, calls):
 def test_calls_have_the_effects_of_their_row(make, row, step):
     """Weight, scale, count and steps after each call are those of the table. A non-finite gradient
     skips the step; steps that are skipped count, but not in version 1."""
-    check(make(row), row, step, gs.Variable(row.start), range(len(row.gradients)))
+    check(make(row), row, step, Variable(row.start), range(len(row.gradients)))
 
 
 def through(opt, other):
@@ -171,7 +170,7 @@ def through(opt, other):
 @pytest.mark.parametrize(("make", "row"), CASES)
 def test_a_row_goes_on_in_another_optimizer(make, row):
     """One that is made alike and gets the state before the last call makes that call alike."""
-    variable, opt, other = gs.Variable(row.start), make(row), make(row)
+    variable, opt, other = Variable(row.start), make(row), make(row)
     last = len(row.gradients) - 1
     check(opt, row, apply, variable, range(last))
     other.build([variable])

@@ -12,7 +12,7 @@ from compilations import compilations
 
 import gainstage as gs
 from gainstage.compat import experimental, tf2, v1
-from gainstage.optimizers import SGD
+from gainstage.optimizers import SGD, Variable
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -68,7 +68,7 @@ LIVE = {
 
 def make(trace):
     config = trace["config"]
-    variables = [gs.Variable(array(v["initial"]), name=v["name"]) for v in trace["variables"]]
+    variables = [Variable(array(v["initial"]), name=v["name"]) for v in trace["variables"]]
     inner = getattr(gs.optimizers, config["inner_class"])(**config["inner"])
     inner.exclude_from_weight_decay(var_names=config["exclude_var_names"])
     wrapper = dict(config["wrapper"])
@@ -135,8 +135,8 @@ def test_loss_scale_optimizer_of_version_1(name):
         build(trace["config"]["opt"]), build(trace["config"]["loss_scale"])
     )
     fixed = name == "mom-fixed"
-    variables = [gs.Variable(array(v["initial"]), name=v["name"]) for v in trace["variables"]]
-    global_step = gs.Variable(0)
+    variables = [Variable(array(v["initial"]), name=v["name"]) for v in trace["variables"]]
+    global_step = Variable(0)
     for step in trace["steps"]:
         true = [array(g) for g in step["true_grads"]]
         true += [None] * (len(variables) - len(true))
@@ -185,7 +185,7 @@ def test_custom_optimizers_are_serialized():
 @pytest.mark.filterwarnings("ignore:Expected get_")
 def test_averages_of_tf2_start_with_the_weights(start):
     """A first step that is skipped counts there; the averages then are not taken to be 0."""
-    w = gs.Variable(1.0)
+    w = Variable(1.0)
     opt = tf2.LossScaleOptimizer(SGD(0.5, use_ema=True, ema_momentum=0.75))
     if start == "later":
         opt.iterations = 5
@@ -199,7 +199,7 @@ def test_averages_of_tf2_start_with_the_weights(start):
 
 def test_the_old_name_of_the_rate_compiles_nothing():
     """`opt.lr = x`, every step, keeps the program."""
-    w, opt = gs.Variable(1.0), tf2.LossScaleOptimizer(SGD(0.5))
+    w, opt = Variable(1.0), tf2.LossScaleOptimizer(SGD(0.5))
     opt.minimize(lambda: w * 1.0, [w])
     opt.lr = 0.5
     opt.minimize(lambda: w * 0.0, [w])
@@ -229,7 +229,7 @@ def test_the_live_object_and_the_rule_know_each_other():
     with pytest.raises(TypeError, match=r"gainstage.DynamicLossScale"):
         live.update(rule.init(), True)
     takers = [
-        lambda rule: gs.LossScaleOptimizer(SGD(), rule=rule),
+        lambda rule: gs.optimizers.LossScaleOptimizer(SGD(), rule=rule),
         lambda rule: gs.loss_scaled(optax.sgd(0.1), rule),
     ]
     for take in takers:

@@ -28,7 +28,7 @@ def make(trace, axes):
     for v in trace["trainable"]:
         spec = PartitionSpec(*(None if s == "unsharded" else s for s in v["sharding_specs"]))
         value = jax.device_put(np.asarray(v["initial"], np.float32), NamedSharding(mesh, spec))
-        variables.append(gs.Variable(value, name=v["name"]))
+        variables.append(gs.optimizers.Variable(value, name=v["name"]))
     return mesh, variables, dtensor.SGD(**trace["config"], mesh=mesh, jit_compile=True)
 
 

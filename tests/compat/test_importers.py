@@ -11,6 +11,8 @@ import pytest
 
 import gainstage as gs
 from gainstage.interop import importers
+from gainstage.optimizers import LossScaleOptimizer, Variable
+from gainstage.transforms import loss_scale
 
 # Recorded from `torch.amp.GradScaler` around SGD(0.5) on the loss `w[0] + i * w[1]` of step i,
 # times inf where a step is not finite, from w = (1, 1).
@@ -19,7 +21,7 @@ FLAGS = np.random.default_rng(0).random(60) < 0.8
 
 
 def resumed(rule, state, inner=None):
-    opt = gs.LossScaleOptimizer(inner or gs.optimizers.SGD(0.5), rule=rule)
+    opt = LossScaleOptimizer(inner or gs.optimizers.SGD(0.5), rule=rule)
     importers.load_into(opt, state)
     return opt
 
@@ -29,7 +31,7 @@ def test_torch(stop):
     """A GradScaler's state, taken after any step, leads to torch's scales, counts and weights."""
     steps = TORCH["steps"]
     opt = resumed(*importers.from_torch(steps[stop - 1]["state"]))
-    w = gs.Variable(steps[stop - 1]["weights"])
+    w = Variable(steps[stop - 1]["weights"])
     for i, step in enumerate(steps[stop:], stop):
         gradient = np.float32([1.0, i]) * np.float32(1.0 if step["finite"] else np.inf)
         opt.apply([gradient * np.float32(opt.loss_scale)], [w])
@@ -75,7 +77,7 @@ def test_a_scale_of_a_run_that_accumulated():
     step = gs.train_step(lambda w, x: (w * x).sum(), tx)
     for window in range(windows):
         for _ in range(k):
-            assert float(gs.loss_scale(opt_state)) == torch.state["scale"] / k, window
+            assert float(loss_scale(opt_state)) == torch.state["scale"] / k, window
             w, opt_state, _ = step(w, opt_state, 1.0)
         torch.update()
         assert int(opt_state.rule_state.good_steps) == torch.state["_growth_tracker"] * k
@@ -105,7 +107,7 @@ def test_an_imported_scale_is_put_into_a_chain(telemetry):
     tx = optax.chain(made, optax.scale(2.0))
     before = tx.init(jnp.ones(2))
     after = optax.tree.set(before, rule_state=state)
-    assert float(gs.loss_scale(after)) == rule.initial_loss_scale
+    assert float(loss_scale(after)) == rule.initial_loss_scale
     assert jax.tree.structure(after) == jax.tree.structure(before)
 
 
@@ -130,7 +132,7 @@ def test_flax(stop, floor):
 
     for finite in FLAGS[:stop]:
         peer = stepped(peer, finite)
-    opt, w = resumed(*importers.from_flax(peer)), gs.Variable(1.0)
+    opt, w = resumed(*importers.from_flax(peer)), Variable(1.0)
     for finite in FLAGS[stop:]:
         peer = stepped(peer, finite)
         opt.apply([1.0 if finite else jnp.inf], [w])
@@ -166,7 +168,7 @@ def test_a_fixed_scale_is_loaded(scale):
 def test_what_is_no_scale_of_flax():
     """Something else is refused by the name of what is expected."""
     with pytest.raises(TypeError, match="Expected a flax DynamicScale; got"):
-        importers.from_flax(gs.LossScaleOptimizer(gs.optimizers.SGD(0.5)))
+        importers.from_flax(LossScaleOptimizer(gs.optimizers.SGD(0.5)))
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:keras")
@@ -208,8 +210,8 @@ def test_keras(kind, dtype):
         stepped(grad)
     store = {}
     peer.save_own_variables(store)
-    ours = gs.Variable(theirs.numpy())
-    opt = gs.LossScaleOptimizer(kind(gs.optimizers), initial_scale=8.0, dynamic_growth_steps=3)
+    ours = Variable(theirs.numpy())
+    opt = LossScaleOptimizer(kind(gs.optimizers), initial_scale=8.0, dynamic_growth_steps=3)
     opt.build([ours])
     importers.load_keras(opt, store)
     assert float(opt.dynamic_scale) == float(peer.dynamic_scale)
@@ -241,8 +243,8 @@ def test_two_variables_keep_their_own_slots(kind):
         variable.assign(value)
     store = {}
     peer.save_own_variables(store)
-    ours = [gs.Variable(weight) for weight in weights]
-    opt = gs.LossScaleOptimizer(getattr(gs.optimizers, kind)(0.1, **given), initial_scale=8.0)
+    ours = [Variable(weight) for weight in weights]
+    opt = LossScaleOptimizer(getattr(gs.optimizers, kind)(0.1, **given), initial_scale=8.0)
     opt.build(ours)
     importers.load_keras(opt, store)
     for _ in range(3):
@@ -254,7 +256,7 @@ def test_two_variables_keep_their_own_slots(kind):
 
 def test_keras_of_another_kind():
     """What Keras saved of another optimizer is refused, and nothing is loaded."""
-    opt, w = gs.LossScaleOptimizer(gs.optimizers.SGD(0.5)), gs.Variable([1.0, 2.0])
+    opt, w = LossScaleOptimizer(gs.optimizers.SGD(0.5)), Variable([1.0, 2.0])
     opt.build([w])
     before = [v.numpy() for v in opt.variables]
     with pytest.raises(ValueError, match="weights"):

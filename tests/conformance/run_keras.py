@@ -31,7 +31,7 @@ import keras
 
 import gainstage as gs
 from gainstage.interop.keras import LossScaleOptimizer
-from gainstage.optimizers import SGD
+from gainstage.optimizers import SGD, Variable
 
 KNOWN = Path(__file__).with_name("keras_known.json")
 FOLDER = Path(keras.__file__).parent / "src/optimizers"
@@ -55,7 +55,7 @@ def clipped(optimizer, grads):
     """Gradients as our clip options leave them: what a step of plain gradient descent takes off."""
     options = {name: getattr(optimizer, name) for name in ("clipnorm", "clipvalue")}
     probe = SGD(1.0, **options, global_clipnorm=optimizer.global_clipnorm)
-    variables = [gs.Variable(jnp.zeros(jnp.shape(g))) for g in grads]
+    variables = [Variable(jnp.zeros(jnp.shape(g))) for g in grads]
     probe.apply(grads, variables)
     return [-v.value() for v in variables]
 
@@ -69,7 +69,7 @@ def native():
     cls._model_variables_moving_average = property(lambda o: o._store.averages)
     cls._iterations = property(lambda o: o._store.steps)
     backend = types.SimpleNamespace(**vars(keras.src.backend))
-    backend.Variable = lambda *args, **kwargs: gs.Variable(*args, **kwargs)
+    backend.Variable = lambda *args, **kwargs: Variable(*args, **kwargs)
     optimizers = types.SimpleNamespace(**OURS, schedules=gs.optimizers.schedules)
     optimizers.get, optimizers.serialize = gs.optimizers.get, gs.optimizers.serialize
     optimizers.deserialize = gs.optimizers.deserialize
@@ -78,7 +78,7 @@ def native():
         "backend": backend,
         "optimizers": optimizers,
         "schedules": gs.optimizers.schedules,
-        "LossScaleOptimizer": gs.LossScaleOptimizer,
+        "LossScaleOptimizer": gs.optimizers.LossScaleOptimizer,
     }
 
 
@@ -137,7 +137,11 @@ def is_skipped(test):
 def tests_of(mode):
     """Every test of a mode, with what it needs of an adapter."""
     replaced = {"native": native, "wrapper": wrapper}[mode]()
-    ours = {**OURS, "LossScaleOptimizer": gs.LossScaleOptimizer, **vars(gs.optimizers.schedules)}
+    ours = {
+        **OURS,
+        "LossScaleOptimizer": gs.optimizers.LossScaleOptimizer,
+        **vars(gs.optimizers.schedules),
+    }
     for name in MODES[mode]:
         module = load(mode, name, replaced)
         for test in itertools.chain(*unittest.defaultTestLoader.loadTestsFromModule(module)):

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.optimizers import SGD
+from gainstage.optimizers import SGD, LossScaleOptimizer, Variable
+from gainstage.transforms import loss_scale
 
 RATE, CLIP = 0.125, 0.5
 BATCHES, BAD = 6, 2  # the gradient of this batch overflows
@@ -119,9 +120,9 @@ def in_optax(case, scaler):
 
 def in_variables(case, scaler):
     """The run with variables, whose wrapper takes scaled gradients."""
-    w, b = gs.Variable(START[:3]), gs.Variable(START[3])
+    w, b = Variable(START[:3]), Variable(START[3])
     inner = SGD(RATE, global_clipnorm=CLIP if case == "clipping" else None)
-    opt = gs.LossScaleOptimizer(inner, rule=rule(scaler))
+    opt = LossScaleOptimizer(inner, rule=rule(scaler))
     window, every = [], 2 if case == "accumulation" else 1
     for batch in range(BATCHES):
         factor = np.float32(np.inf if batch == BAD else 1.0)
@@ -195,15 +196,15 @@ def test_accumulation_in_a_scan():
             of_numpy(first, joined(params), False) + of_numpy(first + 1, joined(params), False)
         ) / 2
         updates, state = update(grads, state, params)
-        params = gs.apply_updates(params, updates, state)
+        params = gs.transforms.apply_updates(params, updates, state)
         rates.append(float(schedule(optax.tree.get(state, "ScaleByScheduleState").count)))
-        info = gs.telemetry(state)
+        info = gs.diagnostics.telemetry(state)
         assert bool(info.applied) == bool(np.isfinite(loss)) == (first // 2 != skipped)
         if info.applied:
             assert float(info.grad_norm) == pytest.approx(np.sqrt((mean**2).sum()), rel=1e-5)
     weights = oracle("accumulation", scaler)
     np.testing.assert_allclose(joined(params), weights, rtol=1e-5, atol=1e-6)
-    assert float(gs.loss_scale(state)) == scaler.scale
+    assert float(loss_scale(state)) == scaler.scale
     assert rates == [RATE, RATE, RATE / 2]
 
 
@@ -239,8 +240,8 @@ def test_gradients_are_unscaled_once():
 def test_update_with_a_new_scale():
     """A scale that is set is in force at once; the count of finite steps goes on, as in torch."""
     scaler = Scaler(4.0, interval=3)
-    tx, var = gs.loss_scaled(optax.sgd(1.0), rule=rule(scaler)), gs.Variable(1.0)
-    opt = gs.LossScaleOptimizer(SGD(1.0), rule=rule(scaler))
+    tx, var = gs.loss_scaled(optax.sgd(1.0), rule=rule(scaler)), Variable(1.0)
+    opt = LossScaleOptimizer(SGD(1.0), rule=rule(scaler))
     state, update = tx.init(jnp.float32(1.0)), jax.jit(tx.update)
     for new_scale in (None, 32.0, None, None):
         if new_scale is None:
@@ -251,7 +252,7 @@ def test_update_with_a_new_scale():
             new = state.rule_state._replace(scale=jnp.float32(new_scale))
             state = state._replace(rule_state=new)
         scaler.update(True, new_scale)
-        assert float(opt.loss_scale) == float(gs.loss_scale(state)) == scaler.scale
+        assert float(opt.loss_scale) == float(loss_scale(state)) == scaler.scale
         assert int(opt.dynamic_counter) == int(state.rule_state.good_steps) == scaler.good
     assert scaler.scale == 64.0
 
@@ -259,14 +260,14 @@ def test_update_with_a_new_scale():
 def test_state_round_trip():
     """Scale and count are in the state, the factors in the configuration: a copy goes on alike."""
     scaler = Scaler(8.0, 4.0, 0.25, 3)
-    var = gs.Variable(1.0)
-    opt = gs.LossScaleOptimizer(SGD(0.5), rule=rule(scaler))
+    var = Variable(1.0)
+    opt = LossScaleOptimizer(SGD(0.5), rule=rule(scaler))
     opt.build([var])
     early = {name: np.asarray(value) for name, value in opt.state().items()}
     for gradient in (1.0, math.inf, 1.0, 1.0):
         opt.apply([gradient], [var])
     saved = {name: np.asarray(value) for name, value in opt.state().items()}
-    copy, other = gs.LossScaleOptimizer.from_config(opt.get_config()), gs.Variable(var.numpy())
+    copy, other = LossScaleOptimizer.from_config(opt.get_config()), Variable(var.numpy())
     copy.build([other])
     copy.load_state(saved)
     assert (float(copy.loss_scale), int(copy.dynamic_counter)) == (2.0, 2)
@@ -281,8 +282,8 @@ def test_state_round_trip():
 def test_disabled():
     """A fixed scale of 1 is what `enabled=False` is, except that it skips what is not finite."""
     weights = []
-    for opt in (SGD(0.5), gs.LossScaleOptimizer(SGD(0.5), rule=gs.FixedLossScale(1.0))):
-        var = gs.Variable(1.0)
+    for opt in (SGD(0.5), LossScaleOptimizer(SGD(0.5), rule=gs.FixedLossScale(1.0))):
+        var = Variable(1.0)
         for gradient in (0.3, 0.7):
             opt.apply([gradient], [var])
         weights.append(float(var))
@@ -301,11 +302,11 @@ def test_several_optimizers():
     both = gs.loss_scaled(optax.multi_transform(parts, {"one": "one", "two": "two"}))
     updates, state = both.update(grads, both.init(params), params)
     assert jax.tree.map(float, updates) == {"one": 0.0, "two": 0.0}
-    assert float(gs.loss_scale(state)) == 2.0**14
+    assert float(loss_scale(state)) == 2.0**14
     for part, update, scale in (("one", 0.0, 2.0**14), ("two", -0.25, 2.0**15)):
         tx = gs.loss_scaled(parts[part])
         got, state = tx.update(grads[part], tx.init(params[part]), params[part])
-        assert (float(got), float(gs.loss_scale(state))) == (update, scale)
+        assert (float(got), float(loss_scale(state))) == (update, scale)
 
 
 def test_the_oracle_is_torch():

@@ -14,15 +14,15 @@ import pytest
 from compilations import compilations
 
 import gainstage as gs
-from gainstage.optimizers import Adam, schedules
+from gainstage.optimizers import Adam, LossScaleOptimizer, Variable, functionalize, schedules
 from gainstage.optimizers._step.step import StepInputs
 
 from peers import fails, live
 
 
 def model(**options):
-    variables = [gs.Variable(np.ones((256, 128)), name="w"), gs.Variable(np.ones(128), name="b")]
-    optimizer = gs.LossScaleOptimizer(Adam(1e-3, **options), dynamic_growth_steps=2)
+    variables = [Variable(np.ones((256, 128)), name="w"), Variable(np.ones(128), name="b")]
+    optimizer = LossScaleOptimizer(Adam(1e-3, **options), dynamic_growth_steps=2)
     optimizer.build(variables)
     return variables, optimizer
 
@@ -44,8 +44,8 @@ class Counting(gs.optimizers.SGD):
 def test_twenty_steps_compile_once():
     """Steps with changing learning rates and scales, one of them skipped, trace the rule once."""
     Counting.traces = 0
-    var = gs.Variable(np.ones(8))
-    optimizer = gs.LossScaleOptimizer(Counting(0.1, momentum=0.9), dynamic_growth_steps=2)
+    var = Variable(np.ones(8))
+    optimizer = LossScaleOptimizer(Counting(0.1, momentum=0.9), dynamic_growth_steps=2)
     grads = [jnp.ones(8), jnp.full(8, jnp.nan, jnp.float32)]
     optimizer.learning_rate = 0.2
     optimizer.apply([grads[0]], [var])
@@ -70,12 +70,12 @@ def uncompiled(form):
             state[0] = tx.update(values if good else bad, state[0], values)[1]
 
         return step
-    variables, adam = [gs.Variable(value) for value in values], Adam(0.1, clipnorm=1.0)
+    variables, adam = [Variable(value) for value in values], Adam(0.1, clipnorm=1.0)
     if form == "apply":
         adam.gradient_accumulation_steps = 2
-        opt = gs.LossScaleOptimizer(adam, jit_compile=False)
+        opt = LossScaleOptimizer(adam, jit_compile=False)
         return lambda good: opt.apply(values if good else bad, variables)
-    opt = gs.LossScaleOptimizer(adam)
+    opt = LossScaleOptimizer(adam)
     opt.build(variables)
     both = [values, [variable.value() for variable in opt.variables]]
 
@@ -121,7 +121,7 @@ def resident():
 def test_a_weakly_typed_gradient_is_no_other_program():
     """Gradients such as `jnp.full(shape, 0.0)`, of a weak type, do not trace the rule again."""
     Counting.traces = 0
-    var, optimizer = gs.Variable(np.ones(8)), Counting(0.1)
+    var, optimizer = Variable(np.ones(8)), Counting(0.1)
     for gradient in (jnp.ones(8), jnp.full(8, 0.5), np.ones(8, np.float32)):
         optimizer.apply([gradient], [var])
     assert Counting.traces == 1
@@ -129,8 +129,8 @@ def test_a_weakly_typed_gradient_is_no_other_program():
 
 def test_every_attempt_to_change_a_hyperparameter_is_honoured():
     """A Python hyperparameter changed between steps takes effect, at the price of a compilation."""
-    var = gs.Variable(0.0)
-    optimizer = gs.LossScaleOptimizer(gs.optimizers.SGD(1.0, momentum=0.5), initial_scale=1.0)
+    var = Variable(0.0)
+    optimizer = LossScaleOptimizer(gs.optimizers.SGD(1.0, momentum=0.5), initial_scale=1.0)
     optimizer.apply([1.0], [var])
     optimizer.inner_optimizer.momentum = 0.0
     optimizer.clipnorm = 0.25
@@ -154,11 +154,11 @@ def test_nothing_is_transferred_after_the_first_step():
 @pytest.mark.parametrize("rate", [0.1, schedules.ExponentialDecay(0.1, 10, 0.5)])
 def test_the_whole_eager_step_traces(rate):
     """`apply` reads nothing back: all of it traces into a jaxpr, with no callback in it."""
-    var = gs.Variable(np.ones(4))
-    optimizer = gs.LossScaleOptimizer(gs.optimizers.SGD(rate, momentum=0.9, global_clipnorm=1.0))
+    var = Variable(np.ones(4))
+    optimizer = LossScaleOptimizer(gs.optimizers.SGD(rate, momentum=0.9, global_clipnorm=1.0))
     optimizer.build([var])
     state = ([var], optimizer.variables)
-    pure = gs.functionalize(lambda grads: optimizer.apply(grads, [var]), state)
+    pure = functionalize(lambda grads: optimizer.apply(grads, [var]), state)
     values = jax.tree.map(lambda v: v.value(), state)
     jaxpr = str(jax.make_jaxpr(pure)(values, [jnp.ones(4)]))
     assert "cond" in jaxpr
@@ -170,8 +170,8 @@ def test_the_whole_eager_step_traces(rate):
 @pytest.mark.parametrize("rate", [0.1, lambda: 0.1])
 def test_compiled_step_has_no_host_callback(rate):
     """The program of a step contains no custom call to the host, no infeed and no outfeed."""
-    var = gs.Variable(np.ones(4))
-    optimizer = gs.LossScaleOptimizer(Adam(rate, clipnorm=1.0, use_ema=True))
+    var = Variable(np.ones(4))
+    optimizer = LossScaleOptimizer(Adam(rate, clipnorm=1.0, use_ema=True))
     optimizer.build([var])
     optimizer.apply([jnp.ones(4)])
     inputs = StepInputs([jnp.ones(4)], optimizer._store.rate.now())
@@ -201,7 +201,7 @@ def test_a_donating_loop_updates_in_place():
         optimizer.apply(grads, variables)
         return grads[0] * 2  # of the shape of a weight, but none of its memory
 
-    step = gs.jit(train_step, (variables, optimizer.variables), donate=True)
+    step = gs.optimizers.jit(train_step, (variables, optimizer.variables), donate=True)
     state = sum(v.size * v.dtype.itemsize for v in [*variables, *optimizer.variables])
     grads = gradients()
     assert aliased(step, grads)[0] == state
@@ -227,9 +227,9 @@ def test_slots_are_updated_in_place_by_the_eager_step():
 @pytest.mark.as_users
 def test_handed_out_arrays_survive_donation():
     """An array that `value()` handed out stays readable after a donating step."""
-    var = gs.Variable(np.ones(1000))
+    var = Variable(np.ones(1000))
     held, assigned = var.value(), jnp.full(1000, 5.0)
-    step = gs.jit(lambda: var.assign(var * 2), [var], donate=True)
+    step = gs.optimizers.jit(lambda: var.assign(var * 2), [var], donate=True)
     step()
     assert (np.asarray(held) == 1).all()
     var.assign(assigned)
@@ -243,7 +243,7 @@ def test_numbers_that_are_read_cost_the_next_step_no_copy():
     """A checkpoint in numpy holds copies already: the step after it updates all in place."""
     variables, optimizer = model()
     state = [*variables, *optimizer.variables]
-    step = gs.jit(lambda g: optimizer.apply(g, variables), state, donate=True)
+    step = gs.optimizers.jit(lambda g: optimizer.apply(g, variables), state, donate=True)
     step(gradients())
     saved = {}
     optimizer.save_own_variables(saved)
@@ -269,16 +269,16 @@ def test_stateless_apply_recipe_aliases_weights_and_slots():
     assert not copies(compiled)
 
 
-@pytest.mark.parametrize("wrap", [lambda opt: opt, gs.LossScaleOptimizer], ids=["alone", "scaled"])
+@pytest.mark.parametrize("wrap", [lambda opt: opt, LossScaleOptimizer], ids=["alone", "scaled"])
 def test_a_dropped_optimizer_frees_its_arrays_at_once(wrap):
     """Nothing keeps an optimizer, its wrapper, or a compiled function that nobody uses any more."""
-    weight = gs.Variable(jnp.ones(3))
+    weight = Variable(jnp.ones(3))
     gc.collect()
     gc.disable()
     try:
         opt = wrap(Adam(0.1))
         opt.minimize(lambda: (weight * weight).sum(), [weight])
-        step = gs.jit(lambda opt=opt: opt.loss_scale_factor, [weight], donate=True)
+        step = gs.optimizers.jit(lambda opt=opt: opt.loss_scale_factor, [weight], donate=True)
         step()
         kept = [weakref.ref(thing) for thing in (opt, *opt.variables, step)]
         del opt, step
@@ -291,14 +291,14 @@ def test_a_rate_that_a_compiled_function_could_not_follow_is_refused():
     """A callable of no argument is called once per eager step; where a program would keep its first
     value it is an error that says what to use."""
     rates = iter([0.5, 0.25, 0.125, 1.0])
-    w, opt = gs.Variable(0.0), gs.LossScaleOptimizer(gs.optimizers.SGD(lambda: next(rates)), 1.0)
+    w, opt = Variable(0.0), LossScaleOptimizer(gs.optimizers.SGD(lambda: next(rates)), 1.0)
     for expected in (-0.5, -0.75):
         opt.apply([1.0], [w])
         assert float(w) == expected
     values = [w.value()], [v.value() for v in opt.variables]
     assert opt.stateless_apply(values[1], [1.0], values[0])[0] == [-0.875]
     for compiled in (
-        lambda: gs.jit(opt.apply, ([w], opt.variables))([1.0]),
+        lambda: gs.optimizers.jit(opt.apply, ([w], opt.variables))([1.0]),
         lambda: jax.jit(lambda w, s: opt.stateless_apply(s, [1.0], w))(*values),
     ):
         with pytest.raises(ValueError, match=r"a callable of no argument.* Use a schedule"):
@@ -309,9 +309,9 @@ def test_a_rate_that_a_compiled_function_could_not_follow_is_refused():
 @pytest.mark.as_users
 def test_a_pure_function_does_not_eat_its_arguments():
     """`functionalize` of a step that donates leaves the arrays that it was given."""
-    w = gs.Variable(jnp.zeros(1000))
+    w = Variable(jnp.zeros(1000))
     held = []
-    step = gs.jit(lambda: w.assign(w * 2), [w], donate=True)
+    step = gs.optimizers.jit(lambda: w.assign(w * 2), [w], donate=True)
 
     def twice():
         step()
@@ -319,7 +319,7 @@ def test_a_pure_function_does_not_eat_its_arguments():
         step()
 
     x = jnp.ones(1000)
-    _, (new,) = gs.functionalize(twice, [w])([x])
+    _, (new,) = functionalize(twice, [w])([x])
     assert (new == 4).all()
     assert (x == 1).all()
     assert (held[0] == 2).all()
@@ -329,8 +329,8 @@ def test_a_pure_function_does_not_eat_its_arguments():
 def test_arrays_on_a_chosen_device_compile_no_more():
     """Weights made by `jax.device_put`: one program, for another rate and other weights too."""
     x = jax.device_put(np.ones(8, np.float32), jax.devices()[0])
-    w = gs.Variable(x)
-    opt = gs.LossScaleOptimizer(Adam(0.1, use_ema=True), telemetry=True)
+    w = Variable(x)
+    opt = LossScaleOptimizer(Adam(0.1, use_ema=True), telemetry=True)
     opt.apply([x], [w])
     with compilations() as compiled:
         for rate in (0.1, 0.2):
@@ -343,8 +343,8 @@ def test_arrays_on_a_chosen_device_compile_no_more():
 
 
 def scaled_sgd():
-    w = gs.Variable([1.0, 2.0], name="w")
-    return w, gs.LossScaleOptimizer(gs.optimizers.SGD(0.5), initial_scale=2.0)
+    w = Variable([1.0, 2.0], name="w")
+    return w, LossScaleOptimizer(gs.optimizers.SGD(0.5), initial_scale=2.0)
 
 
 def test_one_variable_or_a_dictionary_is_a_list_of_variables():
@@ -359,7 +359,7 @@ def test_one_variable_or_a_dictionary_is_a_list_of_variables():
 def test_jit_of_jit_keeps_its_own_state():
     """Compiling a compiled function again donates what the outer one was told to donate."""
     w, _ = scaled_sgd()
-    step = gs.jit(gs.jit(lambda: w.assign(w * 2), [w]), [w], donate=True)
+    step = gs.optimizers.jit(gs.optimizers.jit(lambda: w.assign(w * 2), [w]), [w], donate=True)
     step()
     pointer = w._value.unsafe_buffer_pointer()
     step()
@@ -368,17 +368,17 @@ def test_jit_of_jit_keeps_its_own_state():
 
 def test_values_of_another_structure_are_named():
     """A pure function called with too few values says which it expects."""
-    w = gs.Variable(1.0, name="w")
+    w = Variable(1.0, name="w")
     with pytest.raises(ValueError, match="one for each of"):
-        gs.functionalize(lambda: None, [w])([])
+        functionalize(lambda: None, [w])([])
 
 
 def test_a_pure_function_has_its_own_signature():
     """`functionalize` takes values first: donating and static arguments count from there."""
-    w = gs.Variable([1.0, 2.0])
-    double = jax.jit(gs.functionalize(lambda: w.assign(w * 2), [w]), donate_argnums=0)
+    w = Variable([1.0, 2.0])
+    double = jax.jit(functionalize(lambda: w.assign(w * 2), [w]), donate_argnums=0)
     assert double([jnp.ones(2)])[1][0].tolist() == [2, 2]
-    add = gs.functionalize(lambda x, twice=False: w.assign(w + x * (2 if twice else 1)), [w])
+    add = functionalize(lambda x, twice=False: w.assign(w + x * (2 if twice else 1)), [w])
     _, (new,) = jax.jit(add, static_argnames="twice")([w.value()], 1.0, twice=True)
     assert new.tolist() == [3, 4]
 
@@ -421,23 +421,23 @@ def test_the_first_step_counts_and_compiles_the_only_program():
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_print_that_raises_leaves_the_variables(ordered):
     """`jax.debug.print` runs Python code too: if its format fails, each variable has its value."""
-    v = gs.Variable(jnp.ones(1000))
+    v = Variable(jnp.ones(1000))
 
     def fn():
         v.assign_add(1.0)
         jax.debug.print("{x:d}", x=v.value().sum(), ordered=ordered)
 
     with pytest.raises(Exception, match="Unknown format code"):
-        gs.jit(fn, [v], donate=True)()
+        gs.optimizers.jit(fn, [v], donate=True)()
     assert v.value().tolist() == [1] * 1000
 
 
 def test_a_lowered_program_has_the_options_in_force():
     """What `lower` returns is the program of the next call, also after an option was changed."""
-    w = gs.Variable(np.ones(3))
+    w = Variable(np.ones(3))
     opt = gs.optimizers.SGD(0.5)
     opt.build([w])
-    step = gs.jit(lambda gradient: opt.apply([gradient], [w]), ([w], opt.variables))
+    step = gs.optimizers.jit(lambda gradient: opt.apply([gradient], [w]), ([w], opt.variables))
     gradient = np.ones(3, np.float32)
     before = step.lower(gradient).as_text()
     opt.clipvalue = 0.25

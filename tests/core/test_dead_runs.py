@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.optimizers import SGD
+from gainstage.optimizers import SGD, LossScaleOptimizer, Variable
 
 DEAD = "steps in a row were skipped"
 
@@ -36,13 +36,13 @@ def trained(transformation, donate=True):
 
 def minimized():
     """A function that calls `minimize`."""
-    w, opt = gs.Variable(np.ones(3, np.float32)), gs.LossScaleOptimizer(SGD(0.1))
+    w, opt = Variable(np.ones(3, np.float32)), LossScaleOptimizer(SGD(0.1))
     return lambda x: opt.minimize(lambda: loss_fn(w.value(), x), [w])
 
 
 def applied(inner=SGD):
     """A function that calls `apply`."""
-    w, opt = gs.Variable(np.ones(3, np.float32)), gs.LossScaleOptimizer(inner(0.1))
+    w, opt = Variable(np.ones(3, np.float32)), LossScaleOptimizer(inner(0.1))
     opt.scale_loss(1.0)
     return lambda x: opt.apply([np.full(3, x, np.float32)], [w])
 
@@ -98,7 +98,7 @@ def test_a_scale_that_fell_to_its_lowest_is_told_once(rule):
             w, state, loss = step(w, state, jnp.float32(np.nan if n % 3 == 2 else 0.0))
             loss.block_until_ready()
     (warning,) = (w for w in found if "lowered the loss scale to its lowest" in str(w.message))
-    assert f"its lowest, {lowest}. gainstage.diagnostics.xray" in str(warning.message)
+    assert f"its lowest, {lowest}. gainstage.xray" in str(warning.message)
     assert warning.filename == __file__
 
 
@@ -126,7 +126,7 @@ def test_the_warning_tells_whether_the_loss_was_finite():
     """A loss that is not finite is told from a gradient that is not."""
     (bad,) = told(minimized(), *[np.nan] * 65)
     assert "The loss is not finite" in bad
-    w, opt = gs.Variable(0.0), gs.LossScaleOptimizer(SGD(0.1))
+    w, opt = Variable(0.0), LossScaleOptimizer(SGD(0.1))
     (good,) = told(lambda _: opt.minimize(lambda: jnp.sqrt(w.value()), [w]), *range(65))
     assert "The loss is finite" in good
     (unknown,) = told(applied(), *[np.nan] * 65)
@@ -156,7 +156,7 @@ def test_it_names_the_line_of_the_user():
 
 def test_steps_that_the_user_skips_do_not_count():
     """`apply_if=False` is no sign of a dead run."""
-    w, opt = gs.Variable(1.0), gs.LossScaleOptimizer(SGD(0.1))
+    w, opt = Variable(1.0), LossScaleOptimizer(SGD(0.1))
     opt.scale_loss(1.0)
     assert told(lambda off: opt.apply([1.0], [w], apply_if=off), *[False] * 200) == []
 

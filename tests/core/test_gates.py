@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.optimizers import SGD
+from gainstage.optimizers import SGD, LossScaleOptimizer, Variable
 from gainstage.optimizers._step.step import StepInputs
 
 pytestmark = pytest.mark.as_users
@@ -30,14 +30,14 @@ MOST = 0.01  # the part of the weights' bytes that a step may take on the way
 
 def make(kind, shapes, dtype, **more):
     rule, options = KINDS[kind]
-    variables = [gs.Variable(np.ones(s, np.float32), name=f"v{i}") for i, s in enumerate(shapes)]
-    opt = gs.LossScaleOptimizer(rule(**options, **more))
+    variables = [Variable(np.ones(s, np.float32), name=f"v{i}") for i, s in enumerate(shapes)]
+    opt = LossScaleOptimizer(rule(**options, **more))
     opt.build(variables)
     return variables, opt, [jnp.ones(shape, dtype) for shape in shapes]
 
 
 def through_jit(variables, opt, grads):
-    step = gs.jit(opt.apply, (variables, opt.variables), donate=True)
+    step = gs.optimizers.jit(opt.apply, (variables, opt.variables), donate=True)
     return step.lower(grads).compile(), [*variables, *opt.variables]
 
 
@@ -90,7 +90,7 @@ def test_programs_grow_linearly(few):
     sizes, seconds, beta = [], [], time.time_ns() % 10**6 / 10**7  # no run has compiled it before
     for count in (few, 4 * few):
         variables, opt, grads = make("adam", [(64,)] * count, jnp.float32, beta_1=beta)
-        step = gs.jit(opt.apply, (variables, opt.variables), donate=True)
+        step = gs.optimizers.jit(opt.apply, (variables, opt.variables), donate=True)
         lowered = step.lower(grads)
         start = time.perf_counter()
         sizes.append(len(lowered.compile().as_text()))
@@ -122,15 +122,15 @@ def test_an_optax_loop_stores_nothing_on_the_way(tx, monkeypatch):
 
 def test_a_half_precision_gradient_is_stored_once():
     """XLA for CPU computes it transposed: the check and the update share one array in order."""
-    w = gs.Variable(np.ones((192, 320), np.float32))
-    opt = gs.LossScaleOptimizer(gs.optimizers.Adam(0.01))
+    w = Variable(np.ones((192, 320), np.float32))
+    opt = LossScaleOptimizer(gs.optimizers.Adam(0.01))
     opt.build([w])
 
     def step(x):
         half = jnp.float16
         return opt.minimize(lambda: ((x.astype(half) @ w.value().astype(half)) ** 2).mean(), [w])
 
-    program = gs.jit(step, ([w], opt.variables), donate=True)
+    program = gs.optimizers.jit(step, ([w], opt.variables), donate=True)
     text = program.lower(jnp.ones((64, 192))).compile().as_text()
     main = text[text.index("\nENTRY") :]
     assert len(re.findall(r"= f32\[192,320\]\S* (fusion|copy)\(\S*dot", main)) == 1

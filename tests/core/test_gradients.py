@@ -11,7 +11,8 @@ import pytest
 import gainstage as gs
 from gainstage._scaling import finite_check as readings
 from gainstage._scaling import gradients
-from gainstage.optimizers import SGD
+from gainstage.diagnostics import telemetry
+from gainstage.optimizers import SGD, LossScaleOptimizer, Variable
 
 from peers import fails, live
 
@@ -23,7 +24,7 @@ BAD = (np.nan, np.inf, -np.inf)
 @functools.cache
 def planted(size, dtype):
     """Whether a tensor is finite after one element was replaced: one program for all of them."""
-    optimizer = gs.LossScaleOptimizer(SGD())
+    optimizer = LossScaleOptimizer(SGD())
 
     def check(position, value):
         tensor = jnp.ones(size, dtype).at[position].set(value.astype(dtype))
@@ -59,8 +60,8 @@ def test_one_bad_element_anywhere_is_found(size, dtype, rng):
 @pytest.mark.parametrize(("size", "dtype"), list(tensors(SKIPPED)))
 def test_one_bad_element_skips_the_step(size, dtype, rng):
     """The same elements make a whole step of the optimizer a skipped one."""
-    var = gs.Variable(jnp.ones(size, dtype))
-    opt = gs.LossScaleOptimizer(SGD(1.0), initial_scale=2.0**20)
+    var = Variable(jnp.ones(size, dtype))
+    opt = LossScaleOptimizer(SGD(1.0), initial_scale=2.0**20)
     before = var.numpy().tobytes()
     for value in BAD:
         gradient = np.ones(size, np.float32)
@@ -76,7 +77,7 @@ def test_the_largest_finite_values_are_finite(dtype):
     """Tensors full of the largest value are finite: their sum and norm are not asked."""
     tensor = jnp.full(5000, jnp.finfo(dtype).max, dtype)
     assert readings.all_finite([tensor, -tensor, None, jnp.zeros((0, 3))])
-    assert gs.LossScaleOptimizer(SGD()).check_finite([tensor, -tensor])
+    assert LossScaleOptimizer(SGD()).check_finite([tensor, -tensor])
     assert readings.all_finite([])
 
 
@@ -109,8 +110,8 @@ def test_unscaling_is_never_done_in_half():
 @pytest.mark.as_users
 def test_an_overflow_in_unscaling_skips_the_step():
     """With a scale below 1 a finite gradient can overflow when unscaled: then nothing is taken."""
-    var = gs.Variable([1.0, 1.0])
-    opt = gs.LossScaleOptimizer(SGD(2.0**-100), 2.0**-10)
+    var = Variable([1.0, 1.0])
+    opt = LossScaleOptimizer(SGD(2.0**-100), 2.0**-10)
     opt.apply([jnp.float32([1e37, 1.0])], [var])
     assert var.numpy().tolist() == [1.0, 1.0]
     assert (int(opt.iterations), float(opt.loss_scale)) == (0, 2.0**-11)
@@ -142,8 +143,8 @@ def test_clipping_is_that_of_numpy(name, limit, rng):
 def test_an_infinite_norm_is_not_finite(name):
     """Finite gradients with an infinite norm skip a scaled step, and never silently vanish."""
     huge = [np.full(16, 3e38, np.float32)]
-    var = gs.Variable(np.ones(16))
-    opt = gs.LossScaleOptimizer(SGD(1.0), 2.0, **{name: 1.0})
+    var = Variable(np.ones(16))
+    opt = LossScaleOptimizer(SGD(1.0), 2.0, **{name: 1.0})
     opt.apply(huge, [var])
     assert var.numpy().tolist() == [1] * 16
     assert float(opt.loss_scale) == 1.0
@@ -173,18 +174,18 @@ def test_clipping_knows_norms_of_all_sizes(name, element, limit, size):
     exact = gradient.astype(float)
     expected = -exact * (limit / np.linalg.norm(exact))
     for wrapped in (False, True):
-        w, opt = gs.Variable(np.zeros(size, np.float32)), SGD(1.0, **{name: limit})
-        opt = gs.LossScaleOptimizer(opt, 2.0, telemetry=True) if wrapped else opt
+        w, opt = Variable(np.zeros(size, np.float32)), SGD(1.0, **{name: limit})
+        opt = LossScaleOptimizer(opt, 2.0, telemetry=True) if wrapped else opt
         opt.apply([gradient * np.float32(2 if wrapped else 1)], [w])
         np.testing.assert_allclose(w.numpy().astype(float), expected, rtol=2e-6)
-    assert int(gs.telemetry(opt).applied_steps) == 1
-    np.testing.assert_allclose(gs.telemetry(opt).grad_norm, np.linalg.norm(exact), rtol=1e-5)
+    assert int(telemetry(opt).applied_steps) == 1
+    np.testing.assert_allclose(telemetry(opt).grad_norm, np.linalg.norm(exact), rtol=1e-5)
 
 
 @pytest.mark.as_users
 def test_a_plain_factor_divides_in_float32():
     """Keras divides a float16 gradient by 2**15 in float16 and gets 0; ours keeps it."""
-    var = gs.Variable(jnp.zeros((), jnp.float16))
+    var = Variable(jnp.zeros((), jnp.float16))
     opt = SGD(2.0**15, loss_scale_factor=2.0**15)
     opt.apply([jnp.float16(2.0**-10)], [var])
     assert float(var) == -(2.0**-10)
@@ -209,8 +210,8 @@ def test_gradients_are_divided_by_the_scale_they_were_made_with():
         params = optax.apply_updates(params, updates)
     assert (float(params), float(state.rule_state.scale)) == (-5.0, 64.0)
 
-    var = gs.Variable(1.0)
-    opt = gs.LossScaleOptimizer(SGD(1.0), 8.0, dynamic_growth_steps=1)
+    var = Variable(1.0)
+    opt = LossScaleOptimizer(SGD(1.0), 8.0, dynamic_growth_steps=1)
     assert [float(opt.minimize(lambda: 2 * var, [var])) for _ in range(3)] == [2.0, -2.0, -6.0]
     assert float(var) == -5.0
 
@@ -237,8 +238,8 @@ def test_float64_gradients_keep_their_digits():
 @pytest.mark.as_users
 def test_large_gradients_are_not_taken_for_inf():
     """They look at the sum or norm of the gradients, which overflows; ours at the gradients."""
-    var = gs.Variable(np.zeros(4, np.float32))
-    opt = gs.LossScaleOptimizer(SGD(2.0**-100), initial_scale=1.0)
+    var = Variable(np.zeros(4, np.float32))
+    opt = LossScaleOptimizer(SGD(2.0**-100), initial_scale=1.0)
     opt.apply([jnp.full(4, 2.0**127)], [var])
     assert var.numpy().tolist() == [-(2.0**27)] * 4
 
@@ -266,8 +267,8 @@ def test_a_nan_changes_no_other_norm(dtype):
 @pytest.mark.parametrize("options", [{}, {"global_clipnorm": 1.0}, {"clipnorm": 1.0}], ids=str)
 def test_only_a_cpu_takes_a_conditional(options):
     """A scaled step has one conditional lowered for a CPU, and none for a GPU or TPU."""
-    w = gs.Variable(jnp.ones((100, 100)))
-    opt = gs.LossScaleOptimizer(SGD(0.1, **options))
+    w = Variable(jnp.ones((100, 100)))
+    opt = LossScaleOptimizer(SGD(0.1, **options))
     opt.build([w])
     values = [[w.value()], [variable.value() for variable in opt.variables]]
     step = jax.jit(lambda weights, state, grads: opt.stateless_apply(state, grads, weights))
@@ -287,8 +288,8 @@ def test_a_gpu_decides_as_a_cpu(monkeypatch, scale, count):
     """What is compiled for a GPU applies the same steps: its code runs here on a CPU. The true
     gradients decide, not the scaled ones."""
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
-    variables = [gs.Variable(np.zeros((n + 52, 80), np.float32)) for n in range(count)]
-    opt = gs.LossScaleOptimizer(SGD(1.0), rule=gs.FixedLossScale(scale))
+    variables = [Variable(np.zeros((n + 52, 80), np.float32)) for n in range(count)]
+    opt = LossScaleOptimizer(SGD(1.0), rule=gs.FixedLossScale(scale))
     for bad in (None, *range(count)):
         for value in (np.nan, -np.inf, 1e36, 3e38):
             for variable in variables:
@@ -307,15 +308,15 @@ def test_a_gpu_decides_as_a_cpu(monkeypatch, scale, count):
 
 def test_a_large_gradient_beside_one_in_half_precision_is_seen():
     """Below a scale of 1 an element may overflow when it is unscaled, in the widest dtype too."""
-    weights = [gs.Variable(1.0), gs.Variable(1.0)]
-    opt = gs.LossScaleOptimizer(SGD(1e-3), rule=gs.FixedLossScale(2.0**-4))
+    weights = [Variable(1.0), Variable(1.0)]
+    opt = LossScaleOptimizer(SGD(1e-3), rule=gs.FixedLossScale(2.0**-4))
     opt.apply([np.float16(1), np.float32(1e38)], weights)
     assert [float(w) for w in weights] == [1.0, 1.0]
 
 
 def test_a_gradient_whose_squares_are_all_flushed_is_clipped():
     """A limit near the smallest numbers holds for many elements that are smaller than it."""
-    w = gs.Variable(np.zeros(2**14))
+    w = Variable(np.zeros(2**14))
     SGD(1.0, clipnorm=2.0**-59).apply([np.full(2**14, 2.0**-63.5, np.float32)], [w])
     np.testing.assert_allclose(w.numpy(), np.full(2**14, -(2.0**-66)), rtol=1e-5)
 
@@ -323,10 +324,8 @@ def test_a_gradient_whose_squares_are_all_flushed_is_clipped():
 def test_a_gpu_leaves_out_a_microbatch_whose_sum_overflows(monkeypatch):
     """Two microbatches of 3e38 are finite, and their sum is not: the second one is not added."""
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
-    w = gs.Variable(np.zeros((52, 80), np.float32))
-    opt = gs.LossScaleOptimizer(
-        SGD(1.0, gradient_accumulation_steps=2), rule=gs.FixedLossScale(1.0)
-    )
+    w = Variable(np.zeros((52, 80), np.float32))
+    opt = LossScaleOptimizer(SGD(1.0, gradient_accumulation_steps=2), rule=gs.FixedLossScale(1.0))
     for value in (3e38, 3e38, -3e38):
         opt.apply([np.full(w.shape, value, np.float32)], [w])
     np.testing.assert_array_equal(w.numpy(), np.zeros(w.shape))

@@ -13,7 +13,7 @@ import pytest
 
 import gainstage as gs
 from gainstage._base.signals import deferred_signals
-from gainstage.optimizers import SGD
+from gainstage.optimizers import SGD, Variable
 
 SCRIPT = Path(__file__).parents[1] / "interrupted.py"
 
@@ -64,7 +64,7 @@ def test_signals_wait_for_the_end():
 
 def test_other_threads_take_steps():
     """In a thread that is not the main one a step is taken as ever: no signal arrives there."""
-    weight, opt = gs.Variable(1.0), SGD(0.5)
+    weight, opt = Variable(1.0), SGD(0.5)
     thread = threading.Thread(target=lambda: opt.apply([1.0], [weight]))
     thread.start()
     thread.join()
@@ -82,7 +82,7 @@ def calling_back(call):
         def update_step(self, gradient, variable, learning_rate):
             super().update_step(call(gradient), variable, learning_rate)
 
-    return CallingBack(0.5, momentum=0.9), gs.Variable(jnp.ones(3), name="w")
+    return CallingBack(0.5, momentum=0.9), Variable(jnp.ones(3), name="w")
 
 
 SHAPE = jax.ShapeDtypeStruct((3,), jnp.float32)
@@ -98,7 +98,7 @@ def test_a_callback_that_raises_changes_nothing(call):
     """An exception from Python code inside of a step leaves weights and slots as they were."""
     opt, weight = calling_back(call)
     opt.build([weight])
-    step = gs.jit(lambda g: opt.apply([g]), state=([weight], opt.variables), donate=True)
+    step = gs.optimizers.jit(lambda g: opt.apply([g]), state=([weight], opt.variables), donate=True)
     before = [v.numpy().tolist() for v in (weight, *opt.variables)]
     for take in (lambda g: opt.apply([g]), step):
         with pytest.raises(jax.errors.JaxRuntimeError, match="from a callback"):
@@ -108,7 +108,7 @@ def test_a_callback_that_raises_changes_nothing(call):
 
 def test_a_step_inside_of_a_loss_is_refused():
     """`apply` inside of the loss of `minimize` is an error, and changes nothing."""
-    weight, opt = gs.Variable(jnp.ones(3), name="w"), SGD(0.5)
+    weight, opt = Variable(jnp.ones(3), name="w"), SGD(0.5)
 
     def loss():
         opt.apply([jnp.ones(3)], [weight])
@@ -129,6 +129,6 @@ def test_a_weight_that_is_its_own_gradient_is_trained():
         return (x * x).sum() / 2
 
     half_square.defvjp(lambda x: (half_square(x), x), lambda x, cotangent: (x,))
-    weight, opt = gs.Variable([1.0, 2.0]), SGD(0.25)
+    weight, opt = Variable([1.0, 2.0]), SGD(0.25)
     loss = opt.minimize(lambda: half_square(weight.value()), [weight])
     assert (float(loss), weight.numpy().tolist()) == (2.5, [0.75, 1.5])

@@ -7,6 +7,7 @@ import pytest
 
 import gainstage as gs
 from gainstage.optimizers import SGD
+from gainstage.transforms import locally_scaled
 
 
 def test_a_local_scale_bears_complex_numbers():
@@ -16,11 +17,11 @@ def test_a_local_scale_bears_complex_numbers():
         (lambda z: jnp.abs(z) ** 2, jnp.complex64(1 + 2j)),
         (lambda x: jnp.abs(x * (1 + 1j)) ** 2, jnp.float32(3)),
     ]:
-        local = gs.locally_scaled(fun, 2.0**10)
+        local = locally_scaled(fun, 2.0**10)
         np.testing.assert_allclose(jax.grad(local)(x), jax.grad(fun)(x), rtol=1e-6)
     for scale in (1e39, 1e-40):
         with pytest.raises(ValueError, match="scale"):
-            gs.locally_scaled(jnp.sin, scale)
+            locally_scaled(jnp.sin, scale)
 
 
 def bits(w, opt):
@@ -56,20 +57,20 @@ def test_parts_of_a_network_have_scales_of_their_own():
         return all(bool((grads[k] == exact[k]).all()) for k in exact)
 
     assert not any(right(gradient(2.0**bits)) for bits in range(-24, 100))
-    own = {"second": lambda f: gs.locally_scaled(f, 2.0**25)}
+    own = {"second": lambda f: locally_scaled(f, 2.0**25)}
     assert right(gradient(SCALE, **own))
     assert right(jax.jit(lambda: gradient(SCALE, **own))())
 
 
 def test_what_a_part_closes_over_is_scaled_back_too():
     """A variable that a part of the network reads by itself gets its true gradient."""
-    w, x = gs.Variable(np.float32([1.0, 2.0])), jnp.float32([3.0, 4.0])
+    w, x = gs.optimizers.Variable(np.float32([1.0, 2.0])), jnp.float32([3.0, 4.0])
     opt = SGD(1.0)
-    part = gs.locally_scaled(lambda x: w.value() * x, 2.0**20)
+    part = locally_scaled(lambda x: w.value() * x, 2.0**20)
     (pair,) = opt.compute_gradients(lambda: part(x).sum(), [w])
     np.testing.assert_array_equal(pair[0], x)
     with pytest.raises(ValueError, match="scale"):
-        gs.locally_scaled(lambda x: x, 0.0)
+        locally_scaled(lambda x: x, 0.0)
 
 
 def test_a_local_scale_changes_no_result_and_no_other_gradient(rng):
@@ -79,7 +80,7 @@ def test_a_local_scale_changes_no_result_and_no_other_gradient(rng):
     def layer(params, x, row):
         return {"y": jnp.tanh(params["w"] @ x)[row], "row": row}
 
-    local = gs.locally_scaled(layer, 2.0**7)
+    local = locally_scaled(layer, 2.0**7)
     assert local({"w": w}, x, 1)["row"] == 1
     for argument in (0, 1):
         one, other = (

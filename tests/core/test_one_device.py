@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage.diagnostics import telemetry
 from gainstage.optimizers import SGD
 
 import quick
@@ -46,7 +47,7 @@ def optax_loop(take):
     opt_state, step, seen = tx.init(params), take(tx), []
     for x in batches():
         params, opt_state, _ = step(params, opt_state, x)
-        seen.append(gs.telemetry(opt_state))
+        seen.append(telemetry(opt_state))
     return [*told(seen), {name: np.asarray(value).tolist() for name, value in params.items()}]
 
 
@@ -59,20 +60,20 @@ def three_calls(tx):
     def step(params, opt_state, x):
         loss, grads = gs.value_and_grad(loss_fn, opt_state)(params, x)
         updates, opt_state = tx.update(grads, opt_state, params)
-        return gs.apply_updates(params, updates, opt_state), opt_state, loss
+        return gs.transforms.apply_updates(params, updates, opt_state), opt_state, loss
 
     return step
 
 
 def variables():
     """The same loop in the way of Keras."""
-    params = {name: gs.Variable(value, name=name) for name, value in start().items()}
-    opt = gs.LossScaleOptimizer(SGD(RATE, 0.5), telemetry=True)
+    params = {name: gs.optimizers.Variable(value, name=name) for name, value in start().items()}
+    opt = gs.optimizers.LossScaleOptimizer(SGD(RATE, 0.5), telemetry=True)
     seen = []
     for x in batches():
         values = lambda: {name: v.value() for name, v in params.items()}  # noqa: E731
         opt.minimize(lambda x=x, values=values: loss_fn(values(), x), list(params.values()))
-        seen.append(gs.telemetry(opt))
+        seen.append(telemetry(opt))
     return [*told(seen), {name: v.numpy().tolist() for name, v in params.items()}]
 
 

@@ -34,7 +34,7 @@ def loop():
     def step(params, state, x):
         loss, grads = gs.value_and_grad(loss_fn, state)(params, x)
         updates, state = tx.update(grads, state, params)
-        return gs.apply_updates(params, updates, state), state, loss
+        return gs.transforms.apply_updates(params, updates, state), state, loss
 
     return step, (PARAMS, tx.init(PARAMS), X)
 
@@ -47,8 +47,8 @@ def train_step():
 
 def minimize():
     """`LossScaleOptimizer.minimize` with Adam."""
-    variables = {name: gs.Variable(value) for name, value in PARAMS.items()}
-    opt = gs.LossScaleOptimizer(gs.optimizers.Adam(0.1))
+    variables = {name: gs.optimizers.Variable(value) for name, value in PARAMS.items()}
+    opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.Adam(0.1))
     opt.build(weights := list(variables.values()))
     state = [*weights, *opt.variables]
 
@@ -57,7 +57,7 @@ def minimize():
             lambda: loss_fn({n: v.value() for n, v in variables.items()}, x), weights
         )
 
-    return gs.functionalize(step, state), ([v.value() for v in state], X)
+    return gs.optimizers.functionalize(step, state), ([v.value() for v in state], X)
 
 
 def autocast():

@@ -81,7 +81,7 @@ DOCUMENTED = {
         loss_scale_value __call__ update get_config from_config""",
 }
 CLASSES = {
-    1: [gs.LossScaleOptimizer],
+    1: [gs.optimizers.LossScaleOptimizer],
     2: [
         v1.MixedPrecisionLossScaleOptimizer,
         v1.GradientDescentOptimizer,

@@ -57,7 +57,7 @@ def test_python_blocks_run(blocks):
 def test_the_xray_finds_the_cause(blocks):
     """The X-ray of the README's loss at its end says what is lost without a scale, and which scales
     fit."""
-    said = str(gs.diagnostics.xray(blocks[0], *blocks[3]))
+    said = str(gs.xray(blocks[0], *blocks[3]))
     assert re.search(r"much is lost at scale 2\^0: .* the gradient of w is off by", said)
     assert re.search(r"cause: .*are flushed to 0", said)
     assert "scales that fit" in said
@@ -69,7 +69,7 @@ def test_the_advice_is_that_of_the_example():
     """Run again, it has the README's rows and recommendation; its numbers are within a tenth."""
     loss_fn, params, batches = which_precision.decoder()
     shown = re.search(r"```text\n(precision .*?)```", README, re.DOTALL)[1].rstrip().splitlines()
-    advice = gs.precision.advise(loss_fn, params, batches, progress=False)
+    advice = gs.advise(loss_fn, params, batches, progress=False)
     found = str(advice).splitlines()
     ours, theirs = (
         next(line for line in lines if line.startswith("Float16 needs")) for lines in (found, shown)

@@ -13,6 +13,7 @@ import pytest
 from docs.test_docs import BLOCK, DOCS
 
 import gainstage as gs
+from gainstage.transforms import loss_scale, step_was_applied
 
 pytestmark = pytest.mark.repo
 
@@ -125,7 +126,7 @@ def tells_and_schedules_wait(value, scope):
     tx = gs.loss_scaled(optax.sgd(optax.linear_schedule(1.0, 0.0, 10)))
     params, step = scope["params"], gs.train_step(scope["half"], tx)
     bad = step(params, tx.init(params), jnp.nan * scope["x"], scope["y"])[1]
-    assert not gs.step_was_applied(bad)
+    assert not step_was_applied(bad)
     assert optax.tree.get(bad, "count") == 0
 
 
@@ -144,7 +145,7 @@ def are_unchanged(w, scope):
 
 def is_an_array_that_jit_reads(value, scope):
     assert isinstance(value, jax.Array)
-    assert value == jax.jit(gs.loss_scale)(scope["opt_state"]) == 2.0**15
+    assert value == jax.jit(loss_scale)(scope["opt_state"]) == 2.0**15
 
 
 def leaves_a_bad_microbatch_out(tx, scope):
@@ -153,13 +154,13 @@ def leaves_a_bad_microbatch_out(tx, scope):
     for gradient in (1.0, jnp.nan, 3.0):
         params, state, _ = step(params, state, gradient)
     np.testing.assert_array_equal(params, [-2.0, -2.0])  # minus the mean of 1 and 3
-    assert gs.loss_scale(state) == 2.0**14
+    assert loss_scale(state) == 2.0**14
 
 
 def have_scales_of_their_own(states, scope):
     nan = jnp.nan * scope["x"]
     states["generator"] = scope["step"](scope["params"], states["generator"], nan, scope["y"])[1]
-    after = {name: float(gs.loss_scale(state)) for name, state in states.items()}
+    after = {name: float(loss_scale(state)) for name, state in states.items()}
     assert after == {"generator": 2.0**14, "discriminator": 2.0**15}
 
 
@@ -167,24 +168,24 @@ def is_the_same_bit_for_bit(value, scope):
     before = scope["params"], scope["opt_state"]
     assert jax.tree.structure(value) == jax.tree.structure(before)
     jax.tree.map(np.testing.assert_array_equal, value, before)
-    assert gs.loss_scale(value) == 2.0**15
+    assert loss_scale(value) == 2.0**15
 
 
 def is_sharded_and_skips_together(value, scope):
     params, state, _ = value
     assert params["w"].sharding == scope["sharded"]
-    assert gs.step_was_applied(state)
+    assert step_was_applied(state)
     before = np.asarray(params["w"])
     bad = scope["x"].at[0].set(jnp.nan)  # on one device
     params, state, _ = scope["step"](params, state, bad, scope["y"])
-    assert not gs.step_was_applied(state)
+    assert not step_was_applied(state)
     np.testing.assert_array_equal(params["w"], before)
 
 
 def doubles_after_400_steps(step, scope):
     params, state = scope["params"], scope["opt_state"]
     state = state._replace(rule_state=state.rule_state._replace(good_steps=jnp.int32(399)))
-    assert gs.loss_scale(step(params, state, scope["x"], scope["y"])[1]) == 2.0**16
+    assert loss_scale(step(params, state, scope["x"], scope["y"])[1]) == 2.0**16
 
 
 EXPECTED = {

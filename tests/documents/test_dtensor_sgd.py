@@ -18,7 +18,7 @@ from transfers import through_a_store, through_arrays
 
 import gainstage as gs
 from gainstage.compat import dtensor, tf2
-from gainstage.optimizers import SGD, schedules
+from gainstage.optimizers import SGD, LossScaleOptimizer, Variable, schedules
 
 from rows import row
 
@@ -28,7 +28,7 @@ AVERAGED = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
 
 def run(opt, gradients, start=3.0):
     """The weight after each of these gradients."""
-    w, weights = gs.Variable(start), []
+    w, weights = Variable(start), []
     for gradient in gradients:
         opt.apply_gradients([(gradient, w)])
         weights.append(float(w))
@@ -37,7 +37,7 @@ def run(opt, gradients, start=3.0):
 
 def one_step(opt):
     """The weights 3 and 4 after a step on the gradients 3 and 4."""
-    a, b = gs.Variable(3.0), gs.Variable(4.0)
+    a, b = Variable(3.0), Variable(4.0)
     opt.minimize(lambda: a * 3.0 + b * 4.0, [a, b])
     return pytest.approx([float(a), float(b)], rel=1e-6)
 
@@ -57,7 +57,7 @@ def on(mesh, *names):
 def sharded(mesh):
     """A variable of ones, two on each device."""
     ones = jnp.ones(2 * jax.device_count())
-    return gs.Variable(jax.device_put(ones, on(mesh, "x")), name="w")
+    return Variable(jax.device_put(ones, on(mesh, "x")), name="w")
 
 
 def failing(error, match, call, *args, **kwargs):
@@ -163,7 +163,7 @@ def test_a_callable_rate_is_called_once_in_a_step():
 
 def test_a_variable_as_learning_rate_is_live():
     """A variable as learning rate is read in every step and set through the optimizer."""
-    rate, w = gs.Variable(0.5), gs.Variable(3.0)
+    rate, w = Variable(0.5), Variable(3.0)
     opt = dtensor.SGD(rate)
     opt.apply_gradients([(1.0, w)])
     rate.assign(0.25)
@@ -245,7 +245,7 @@ def test_jit_compile_compiles_the_update():
 def test_name_appears_in_the_names_of_state():
     """The optimizer's name appears in the names of its variables."""
     opt = dtensor.SGD(momentum=0.5, name="mine")
-    opt.build([gs.Variable(1.0)])
+    opt.build([Variable(1.0)])
     assert all("mine" in v.name for v in opt.variables)
 
 
@@ -254,7 +254,7 @@ def test_mesh_is_where_global_variables_are():
     """`mesh` is optional and replicates iterations and rate; the default is the variables' mesh."""
     mesh = mesh_of_all()
     given, found = dtensor.SGD(mesh=mesh), dtensor.SGD()
-    given.build([gs.Variable(jax.device_put(1.0, on(mesh)))])
+    given.build([Variable(jax.device_put(1.0, on(mesh)))])
     found.build([sharded(mesh)])
     for opt in (given, found):
         assert opt.iterations.sharding == opt.learning_rate.sharding == on(mesh)
@@ -302,7 +302,7 @@ def test_averages_on_a_mesh_are_updated():
 @row(3, "ema_momentum")
 def test_ema_momentum_is_the_weight_of_the_old_average():
     """The average is `ema_momentum` * average + (1 - `ema_momentum`) * weight."""
-    w, average = gs.Variable(3.0), None
+    w, average = Variable(3.0), None
     opt = dtensor.SGD(1.0, use_ema=True, ema_momentum=0.75)
     for gradient in (1.0, 4.0, -2.0):
         opt.apply_gradients([(gradient, w)])
@@ -336,7 +336,7 @@ def test_decay_is_not_an_argument(cls):
 @row(3, "new: loss_scale_factor")
 def test_loss_scale_factor_is_a_fixed_loss_scale():
     """New: `loss_scale_factor` is a fixed loss scale that skips NaN gradients."""
-    opt, w = dtensor.SGD(0.5, loss_scale_factor=8.0), gs.Variable(3.0)
+    opt, w = dtensor.SGD(0.5, loss_scale_factor=8.0), Variable(3.0)
     assert float(opt.scale_loss(1.0)) == 8.0
     opt.minimize(lambda: w * 1.0, [w])
     opt.apply_gradients([(np.nan, w)])
@@ -353,7 +353,7 @@ def test_gradient_accumulation_steps_averages():
 def test_master_weights_keep_small_updates():
     """New: a float32 copy accumulates updates that are too small for float16."""
     opt = dtensor.SGD(2.0**-14, master_weights=True)
-    w = gs.Variable(jnp.float16(1.0))
+    w = Variable(jnp.float16(1.0))
     for _ in range(64):
         opt.apply_gradients([(jnp.float16(1.0), w)])
     assert float(w) == 1.0 - 2.0**-8
@@ -363,7 +363,7 @@ def test_master_weights_keep_small_updates():
 def test_shard_state_over_shards_slots():
     """New: slots can be sharded over an axis of the mesh."""
     mesh = mesh_of_all()
-    w = gs.Variable(jax.device_put(np.ones((64, 32), np.float32), on(mesh)))
+    w = Variable(jax.device_put(np.ones((64, 32), np.float32), on(mesh)))
     opt = dtensor.SGD(0.5, 0.9, shard_state_over=mesh.axis_names)
     opt.apply_gradients([(w.value(), w)])
     part = opt.momentums[0].value().addressable_shards[0].data
@@ -424,14 +424,14 @@ def test_momentums_are_the_velocities():
 def test_variables_are_all_state():
     """`variables` is all state; TensorFlow leaves out iterations and learning rate."""
     opt = dtensor.SGD(0.5, momentum=0.9)
-    opt.build([gs.Variable(1.0, name="w")])
+    opt.build([Variable(1.0, name="w")])
     names = ["SGD/iteration", "SGD/learning_rate", "SGD/momentum/w"]
     assert [v.name for v in opt.variables] == names
 
 
 def test_iterations_can_be_set_before_build():
     """A number is where counting starts, and a variable becomes the counter."""
-    count, w = gs.Variable(3), gs.Variable(1.0)
+    count, w = Variable(3), Variable(1.0)
     opt = dtensor.SGD(0.5)
     opt.iterations = 2
     assert int(opt.iterations) == 2
@@ -445,11 +445,11 @@ def test_iterations_can_be_set_before_build():
 def test_iterations_are_not_set_where_they_are_computed():
     """With accumulation a count cannot be set, neither before the option nor after it."""
     opt = dtensor.SGD(0.5, gradient_accumulation_steps=4)
-    for count in (8, gs.Variable(8)):
+    for count in (8, Variable(8)):
         with pytest.raises(ValueError, match="iterations not to be set"):
             opt.iterations = count
     assert run(opt, [-1.0] * 4) == [3.0, 3.0, 3.0, 3.5]
-    late, w = dtensor.SGD(0.5), gs.Variable(1.0)
+    late, w = dtensor.SGD(0.5), Variable(1.0)
     late.iterations = 8
     late.gradient_accumulation_steps = 4
     with pytest.raises(ValueError, match="iterations not to be set"):
@@ -463,7 +463,7 @@ def test_a_variable_on_one_device_moves_to_the_mesh(kind, compiled):
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(kind,))
     found = []
     for where in (None, mesh):
-        x, y = gs.Variable(3.0), gs.Variable(1.0)
+        x, y = Variable(3.0), Variable(1.0)
         opt = dtensor.SGD(0.25, 0.5, use_ema=True, jit_compile=compiled, mesh=where)
         opt.build([x, y])
         assert where is None or x.value().sharding == on(mesh)
@@ -479,9 +479,9 @@ def test_a_variable_on_one_device_moves_to_the_mesh(kind, compiled):
 @pytest.mark.parametrize("place", ["inner", "wrapper", "both"])
 def test_a_scaled_optimizer_moves_a_variable_to_its_mesh(place):
     """`mesh` may be that of the wrapper, of the inner optimizer, or of both."""
-    mesh, w = mesh_of_all(), gs.Variable(3.0)
+    mesh, w = mesh_of_all(), Variable(3.0)
     inner = dtensor.SGD(0.25, mesh=None if place == "wrapper" else mesh)
-    opt = gs.LossScaleOptimizer(inner, mesh=None if place == "inner" else mesh)
+    opt = LossScaleOptimizer(inner, mesh=None if place == "inner" else mesh)
     for _ in range(2):
         opt.minimize(lambda: w**2, [w])
     assert float(w) == 0.75
@@ -494,7 +494,7 @@ def test_the_mesh_has_the_global_variables_from_the_start():
     opt = dtensor.SGD(mesh=mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
     assert opt.iterations.sharding == opt.learning_rate.sharding == everywhere
-    scaled = gs.LossScaleOptimizer(SGD(), mesh=mesh)
+    scaled = LossScaleOptimizer(SGD(), mesh=mesh)
     assert scaled.dynamic_scale.sharding == scaled.step_counter.sharding == everywhere
 
 
@@ -502,23 +502,23 @@ def test_the_mesh_has_the_global_variables_from_the_start():
 def test_the_rate_of_a_schedule_is_that_of_the_last_step():
     """With a schedule, `learning_rate` is the rate of the last step, before any that of the first;
     so it is with a callable of the step."""
-    w = gs.Variable(1.0)
+    w = Variable(1.0)
     for rate in (schedules.ExponentialDecay(1.0, 1, 0.5), lambda step: 0.5**step):
         opt, seen = dtensor.SGD(rate), []
         for _ in range(4):
             seen.append(float(opt.learning_rate))
             opt.apply_gradients([(0.0, w)])
         assert seen == [1.0, 1.0, 0.5, 0.25]
-    count, opt = gs.Variable(2), dtensor.SGD(schedules.ExponentialDecay(1.0, 1, 0.5))
+    count, opt = Variable(2), dtensor.SGD(schedules.ExponentialDecay(1.0, 1, 0.5))
     opt.iterations = count
-    step = gs.jit(lambda: opt.apply_gradients([(0.0, w)]), state=([w], opt.variables))
+    step = gs.optimizers.jit(lambda: opt.apply_gradients([(0.0, w)]), state=([w], opt.variables))
     opt.build([w])
     step()
     assert (int(count), float(opt.learning_rate)) == (3, 0.25)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("around", [lambda opt: opt, gs.LossScaleOptimizer, tf2.LossScaleOptimizer])
+@pytest.mark.parametrize("around", [lambda opt: opt, LossScaleOptimizer, tf2.LossScaleOptimizer])
 def test_a_rate_of_a_subclass_multiplies_that_of_the_step(around, compiled):
     """A subclass that overrides `learning_rate` has its rate in each step, once."""
 
@@ -534,7 +534,7 @@ def test_a_rate_of_a_subclass_multiplies_that_of_the_step(around, compiled):
     rates = (1.0, schedules.ExponentialDecay(1.0, 1, 0.5), lambda step: 0.5**step)
     for rate, total in zip(rates, (1.0, 0.75, 0.75), strict=True):
         for cls in (Half, Own):
-            w, opt = gs.Variable(0.0), around(cls(rate, jit_compile=compiled))
+            w, opt = Variable(0.0), around(cls(rate, jit_compile=compiled))
             for _ in range(2):
                 opt.minimize(lambda w=w: -w, [w])
             assert float(w) == total
@@ -638,23 +638,23 @@ def test_add_variable_from_reference_takes_shape_dtype_and_sharding():
     assert (slot.shape, slot.dtype, slot.sharding) == (
         reference.shape, jnp.float32, reference.sharding,
     )  # fmt: skip
-    assert opt.add_variable_from_reference(gs.Variable(jnp.float16(1)), "m").dtype == jnp.float32
+    assert opt.add_variable_from_reference(Variable(jnp.float16(1)), "m").dtype == jnp.float32
 
 
 def test_the_name_of_a_slot():
     """The name of a slot is `variable_name`, a slash and the variable's name."""
-    slot = dtensor.SGD().add_variable_from_reference(gs.Variable(1.0, name="dense_1"), "momentum")
+    slot = dtensor.SGD().add_variable_from_reference(Variable(1.0, name="dense_1"), "momentum")
     assert slot.name.endswith("momentum/dense_1")
 
 
 def test_the_initial_value_of_a_slot():
     """A slot starts with `initial_value`, by default 0."""
-    opt, var = dtensor.SGD(), gs.Variable([1.0, 2.0])
+    opt, var = dtensor.SGD(), Variable([1.0, 2.0])
     for value, expected in ((None, [0.0, 0.0]), ([3.0, 4.0], [3.0, 4.0]), (var, [1.0, 2.0])):
         assert numbers([opt.add_variable_from_reference(var, "m", value)]) == [expected]
 
 
-@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, gs.Variable])
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, Variable])
 def test_the_initial_value_of_a_sharded_slot(kind):
     """The initial value of a sharded slot can be an array or a variable."""
     var = sharded(mesh_of_all())
@@ -679,7 +679,7 @@ def test_gradients_are_those_of_the_whole_mesh():
 @row(3, "apply")
 def test_apply_takes_gradients_and_variables():
     """`apply` takes gradients and variables; after `build`, gradients alone."""
-    w, opt = gs.Variable(3.0), dtensor.SGD(0.5)
+    w, opt = Variable(3.0), dtensor.SGD(0.5)
     opt.apply([1.0], [w])
     opt.apply([1.0])
     assert float(w) == 2.0
@@ -688,7 +688,7 @@ def test_apply_takes_gradients_and_variables():
 @row(3, "apply_gradients")
 def test_apply_gradients_takes_pairs_and_returns_none():
     """`apply_gradients` takes pairs and returns None; an empty list changes nothing."""
-    w, opt = gs.Variable(3.0), dtensor.SGD(0.5)
+    w, opt = Variable(3.0), dtensor.SGD(0.5)
     assert opt.apply_gradients(zip([1.0], [w], strict=True)) is None
     assert opt.apply_gradients([]) is None
     assert (float(w), int(opt.iterations)) == (2.5, 1)
@@ -708,7 +708,7 @@ def test_malformed_pairs(malformed):
 @row(3, "ValueError: all gradients are None")
 def test_some_gradient_is_needed():
     """A step without any gradient is a ValueError and changes nothing."""
-    w, opt = gs.Variable(1.0), dtensor.SGD()
+    w, opt = Variable(1.0), dtensor.SGD()
     opt.build([w])
     failing(ValueError, "None for all of", opt.apply_gradients, [(None, w)])
     assert (float(w), int(opt.iterations)) == (1.0, 0)
@@ -717,8 +717,8 @@ def test_some_gradient_is_needed():
 @row(3, "KeyError: a variable not built with")
 def test_a_variable_has_to_be_known():
     """An unknown variable is a ValueError; in TensorFlow, a KeyError."""
-    opt, new = dtensor.SGD(), gs.Variable(1.0, name="new")
-    opt.build([gs.Variable(1.0)])
+    opt, new = dtensor.SGD(), Variable(1.0, name="new")
+    opt.build([Variable(1.0)])
     failing(ValueError, "built with.*got 'new'", opt.apply_gradients, [(1.0, new)])
 
 
@@ -732,7 +732,7 @@ def test_a_variable_has_to_be_known():
 )
 def test_assignments(method, expected):
     """These methods set, add to, and subtract from a variable."""
-    variable = gs.Variable([1.0, 2.0])
+    variable = Variable([1.0, 2.0])
     getattr(dtensor.SGD(), method)(variable, jnp.array([0.5, 0.25]))
     assert numbers([variable]) == [expected]
 
@@ -743,7 +743,7 @@ def test_assignments(method, expected):
 @row(3, "build")
 def test_build_makes_a_momentum_for_each_variable():
     """`build` creates one momentum per variable; a second call does nothing."""
-    v, w, opt = gs.Variable(1.0), gs.Variable([1.0, 2.0]), dtensor.SGD(0.5, momentum=0.5)
+    v, w, opt = Variable(1.0), Variable([1.0, 2.0]), dtensor.SGD(0.5, momentum=0.5)
     for _ in range(2):
         opt.build([v, w])
         assert [m.shape for m in opt.momentums] == [(), (2,)]
@@ -757,7 +757,7 @@ def test_build_makes_a_momentum_for_each_variable():
 @row(3, "compute_gradients")
 def test_compute_gradients_returns_pairs():
     """`compute_gradients` returns (gradient, variable) pairs; a gradient can be None."""
-    a, b, opt = gs.Variable(3.0), gs.Variable(1.0), dtensor.SGD()
+    a, b, opt = Variable(3.0), Variable(1.0), dtensor.SGD()
     for var_list in ([a, b], (a, b)):
         pairs = opt.compute_gradients(lambda: a * a, var_list, tape=None)
         assert [(g if g is None else float(g), v) for g, v in pairs] == [(6.0, a), (None, b)]
@@ -766,7 +766,7 @@ def test_compute_gradients_returns_pairs():
 @pytest.mark.parametrize("method", ["compute_gradients", "minimize"])
 def test_there_are_no_tapes(method):
     """Passing a tape is a ValueError: Gainstage has none."""
-    w = gs.Variable(1.0)
+    w = Variable(1.0)
     failing(ValueError, "no tape", getattr(dtensor.SGD(), method), lambda: w * w, [w], object())
 
 
@@ -774,7 +774,7 @@ def test_there_are_no_tapes(method):
 @pytest.mark.parametrize("method", ["compute_gradients", "minimize"])
 def test_a_loss_is_a_callable(method):
     """A loss that is not callable is a TypeError; in TensorFlow, a ValueError."""
-    w = gs.Variable(1.0)
+    w = Variable(1.0)
     failing(TypeError, "Expected a callable", getattr(dtensor.SGD(), method), w**2, [w])
 
 
@@ -784,7 +784,7 @@ def test_compute_gradients_calls_the_loss_before_var_list():
 
     def loss():
         if not made:
-            made.append(gs.Variable(2.0))
+            made.append(Variable(2.0))
         return made[0] ** 2
 
     ((gradient, variable),) = dtensor.SGD().compute_gradients(loss, lambda: made)
@@ -798,7 +798,7 @@ def test_compute_gradients_calls_the_loss_before_var_list():
 @pytest.mark.parametrize("names", [None, ["bias"], ["ia"], ["other", "^b"]])
 def test_exclude_from_weight_decay(names):
     """Variables in `var_list`, or with a word of `var_names` in their name, do not decay."""
-    bias, kernel = gs.Variable(1.0, name="bias"), gs.Variable(1.0, name="kernel")
+    bias, kernel = Variable(1.0, name="bias"), Variable(1.0, name="kernel")
     opt = dtensor.SGD(0.5, weight_decay=0.5)
     opt.exclude_from_weight_decay(None if names else [bias], names)
     opt.apply_gradients([(0.0, bias), (0.0, kernel)])
@@ -807,7 +807,7 @@ def test_exclude_from_weight_decay(names):
 
 def test_exclusion_comes_before_build():
     """Excluding after `build` is a ValueError."""
-    opt, w = dtensor.SGD(), gs.Variable(1.0)
+    opt, w = dtensor.SGD(), Variable(1.0)
     opt.build([w])
     failing(ValueError, "before build", opt.exclude_from_weight_decay, [w])
 
@@ -818,7 +818,7 @@ def test_exclusion_comes_before_build():
 @row(3, "finalize_variable_values")
 def test_finalize_variable_values_sets_the_averages():
     """`finalize_variable_values` sets variables to their averages."""
-    w, opt = gs.Variable(3.0), dtensor.SGD(1.0, use_ema=True, ema_momentum=0.5)
+    w, opt = Variable(3.0), dtensor.SGD(1.0, use_ema=True, ema_momentum=0.5)
     for _ in range(2):
         opt.minimize(lambda: w * 1.0, [w])
     assert float(w) == 1.0
@@ -886,7 +886,7 @@ def test_get_config_is_a_serializable_dictionary():
 @row(3, "minimize")
 def test_minimize_computes_and_applies_gradients():
     """`minimize` computes and applies gradients, and returns None."""
-    a, b = gs.Variable(3.0), gs.Variable(3.0)
+    a, b = Variable(3.0), Variable(3.0)
     opt, by_hand = dtensor.SGD(0.25), dtensor.SGD(0.25)
     assert opt.minimize(lambda: a * a, (a,), tape=None) is None
     by_hand.apply_gradients(by_hand.compute_gradients(lambda: b * b, [b]))
@@ -895,11 +895,11 @@ def test_minimize_computes_and_applies_gradients():
 
 def test_minimize_trains_variables_that_the_loss_makes():
     """`minimize` trains variables that the loss creates in the first step."""
-    first, made = gs.Variable(1.0), []
+    first, made = Variable(1.0), []
 
     def loss():
         if not made:
-            made.append(gs.Variable(2.0))
+            made.append(Variable(2.0))
         return first + made[0] ** 2
 
     opt = dtensor.SGD(0.25)
@@ -910,7 +910,7 @@ def test_minimize_trains_variables_that_the_loss_makes():
 
 def test_a_loss_of_several_elements_is_summed():
     """`minimize` sums a loss that is not a scalar."""
-    w = gs.Variable([1.0, 2.0])
+    w = Variable([1.0, 2.0])
     dtensor.SGD(0.5).minimize(lambda: w * w, [w])
     assert numbers([w]) == [[1.0 - 0.5 * 2.0, 2.0 - 0.5 * 4.0]]
 
@@ -961,7 +961,7 @@ def test_scale_loss_multiplies_by_the_factor():
 @row(3, "stateless_apply")
 def test_stateless_apply_is_pure():
     """`stateless_apply` returns new arrays and changes no variable."""
-    w, opt = gs.Variable(3.0), dtensor.SGD(0.5)
+    w, opt = Variable(3.0), dtensor.SGD(0.5)
     opt.build([w])
     state = [v.value() for v in opt.variables]
     (new,), state = jax.jit(opt.stateless_apply)(state, [1.0], [w.value()])
@@ -974,7 +974,7 @@ def test_stateless_apply_is_pure():
 @row(3, "update_step")
 def test_update_step_updates_one_variable():
     """`update_step` updates one variable with the optimizer's learning rate."""
-    w, opt = gs.Variable(3.0), dtensor.SGD(0.5)
+    w, opt = Variable(3.0), dtensor.SGD(0.5)
     opt.build([w])
     opt.update_step(jnp.float32(1.0), w)
     assert float(w) == 2.5
@@ -1005,7 +1005,7 @@ class Sign(dtensor.SGD):
 )
 def test_a_customized_optimizer(rate, compiled):
     """A subclass can override `build` and an `update_step` of two arguments."""
-    a, b = gs.Variable(3.0), gs.Variable(4.0)
+    a, b = Variable(3.0), Variable(4.0)
     opt = Sign(rate, jit_compile=compiled)
     opt.apply_gradients([(7.0, a), (-0.1, b)])
     assert numbers([a, b, *opt.counts.values()]) == [2.5, 4.5, 1.0, 1.0]
@@ -1014,7 +1014,7 @@ def test_a_customized_optimizer(rate, compiled):
 
 def test_a_customized_optimizer_in_a_wrapper():
     """A subclass with an `update_step` of two arguments works in a `LossScaleOptimizer`."""
-    w, opt = gs.Variable(3.0), gs.LossScaleOptimizer(Sign(0.5), 8.0)
+    w, opt = Variable(3.0), LossScaleOptimizer(Sign(0.5), 8.0)
     opt.minimize(lambda: w * 7.0, [w])
     opt.update_step(jnp.float32(7.0), w, jnp.float32(0.25))
     assert numbers([w]) == [3.0 - 0.5 - 0.25]
@@ -1032,7 +1032,7 @@ def test_a_customized_optimizer_needs_update_step():
     class Empty(gs.optimizers.Optimizer):
         pass
 
-    failing(NotImplementedError, "must define", Empty(0.5).apply, [1.0], [gs.Variable(1.0)])
+    failing(NotImplementedError, "must define", Empty(0.5).apply, [1.0], [Variable(1.0)])
 
 
 # ── raises ───────────────────────────────────────────────────────────────────────────────────
@@ -1077,7 +1077,7 @@ def test_an_option_is_given_once():
     clip = {"gradients_clip_option": {"clipnorm": 1.0}}
     failing(ValueError, "twice", dtensor.SGD, **clip, clipnorm=1.0)
     inner = dtensor.SGD(**clip)
-    failing(ValueError, "clipnorm on 'SGD'", gs.LossScaleOptimizer, inner, clipvalue=0.5)
+    failing(ValueError, "clipnorm on 'SGD'", LossScaleOptimizer, inner, clipvalue=0.5)
 
 
 @row(3, "ValueError: two clip options")
@@ -1103,7 +1103,7 @@ def test_ema_momentum_is_a_fraction(make, wrong):
 def test_example_of_a_step():
     """A step on `var**2 / 2` with rate 0.1 takes 1 to 0.9."""
     opt = dtensor.SGD(learning_rate=0.1)
-    var = gs.Variable(1.0)
+    var = Variable(1.0)
     opt.minimize(lambda: (var**2) / 2.0, [var])
     assert var.numpy() == np.float32(0.9)
 
@@ -1111,7 +1111,7 @@ def test_example_of_a_step():
 def test_example_of_momentum():
     """With momentum 0.9 the first step is 0.1 and the second 0.18."""
     opt = dtensor.SGD(learning_rate=0.1, momentum=0.9)
-    var = gs.Variable(1.0)
+    var = Variable(1.0)
     val0 = var.value()
     opt.minimize(lambda: (var**2) / 2.0, [var])
     val1 = var.value()
@@ -1123,7 +1123,7 @@ def test_example_of_momentum():
 def test_example_of_several_variables():
     """`minimize` updates all variables of a list."""
     opt = dtensor.SGD(learning_rate=0.1)
-    var1, var2 = gs.Variable(1.0), gs.Variable(2.0)
+    var1, var2 = Variable(1.0), Variable(2.0)
     opt.minimize(lambda: 3 * var1 * var1 + 2 * var2 * var2, var_list=[var1, var2])
     assert numbers([var1, var2]) == pytest.approx([1.0 - 0.1 * 6.0, 2.0 - 0.1 * 8.0])
 
@@ -1131,7 +1131,7 @@ def test_example_of_several_variables():
 def test_example_of_processed_gradients():
     """Gradients may be changed between computing and applying them."""
     opt = dtensor.SGD(learning_rate=0.1)
-    var1, var2 = gs.Variable(1.0), gs.Variable(2.0)
+    var1, var2 = Variable(1.0), Variable(2.0)
     grads = jax.grad(lambda a, b: 3 * a * a + 2 * b * b, (0, 1))(var1.value(), var2.value())
     opt.apply_gradients(zip([grads[0] + 1, grads[1]], [var1, var2], strict=True))
     assert numbers([var1, var2]) == pytest.approx([1.0 - 0.1 * 7.0, 2.0 - 0.1 * 8.0])
@@ -1139,7 +1139,7 @@ def test_example_of_processed_gradients():
 
 def test_example_of_a_schedule():
     """A schedule changes the learning rate, for a loss of shape (1,)."""
-    var = gs.Variable(np.array([1.0]))
+    var = Variable(np.array([1.0]))
     rate = schedules.ExponentialDecay(initial_learning_rate=0.01, decay_steps=20, decay_rate=0.1)
     opt = dtensor.SGD(learning_rate=rate)
     for _ in range(2):
@@ -1150,7 +1150,7 @@ def test_example_of_a_schedule():
 def test_example_of_clipping():
     """With `clipvalue=1`, gradients of 2 move the weights by 1."""
     opt = dtensor.SGD(learning_rate=1, clipvalue=1)
-    var1, var2 = gs.Variable(2.0), gs.Variable(2.0)
+    var1, var2 = Variable(2.0), Variable(2.0)
     opt.minimize(lambda: 2 * var1 + 2 * var2, [var1, var2])
     assert numbers([var1, var2]) == [1.0, 1.0]
 
@@ -1191,14 +1191,14 @@ def test_the_other_classes_have_their_own_arguments():
     again = dtensor.Adam.from_config(opt.get_config())
     assert (again.beta_1, again.beta_2, again.epsilon, again.amsgrad) == (0.5, 0.75, 1e-3, True)
     inner = dtensor.Adam(clipnorm=1.0)
-    failing(ValueError, "clipnorm", gs.LossScaleOptimizer, inner, clipnorm=2.0)
-    assert gs.LossScaleOptimizer(inner, weight_decay=0.1).inner_optimizer is inner
+    failing(ValueError, "clipnorm", LossScaleOptimizer, inner, clipnorm=2.0)
+    assert LossScaleOptimizer(inner, weight_decay=0.1).inner_optimizer is inner
 
 
 @pytest.mark.filterwarnings("ignore:No gradient for")
 def test_the_constraint_of_a_variable_without_a_gradient_waits():
     """A variable that a step does not train is not projected, as there."""
-    a, b = gs.Variable(3.0, constraint=lambda x: jnp.clip(x, 0.0, 1.0)), gs.Variable(1.0)
+    a, b = Variable(3.0, constraint=lambda x: jnp.clip(x, 0.0, 1.0)), Variable(1.0)
     opt = dtensor.SGD(0.5)
     opt.minimize(lambda: b * 1.0, [a, b])
     opt.minimize(lambda: b * 1.0, [b])
@@ -1221,7 +1221,7 @@ def test_the_name_of_an_optimizer_is_that_of_its_class(name):
 @row(3, "apply_gradients")
 def test_apply_gradients_takes_the_keywords_of_later_versions():
     """The keywords that 2.13 to 2.15 added to `apply_gradients` change nothing."""
-    w, opt = gs.Variable(3.0), dtensor.SGD(0.5)
+    w, opt = Variable(3.0), dtensor.SGD(0.5)
     opt.apply_gradients([(1.0, w)], "step", True)
     opt.apply_gradients([(1.0, w)], name="step", skip_gradients_aggregation=False)
     opt.apply_gradients([(1.0, w)], experimental_aggregate_gradients=False)
@@ -1238,7 +1238,7 @@ def test_a_slot_may_have_another_shape():
             super().build(var_list)
             self.sums = [self.add_variable_from_reference(v, "sum", shape=[3]) for v in var_list]
 
-    w = gs.Variable(jnp.ones((3, 2), jnp.float16), name="w")
+    w = Variable(jnp.ones((3, 2), jnp.float16), name="w")
     opt = Rows(0.5, master_weights=True)
     opt.build([w])
     (first,) = opt.sums

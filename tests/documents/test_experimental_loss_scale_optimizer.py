@@ -14,7 +14,7 @@ import pytest
 
 import gainstage as gs
 from gainstage.compat import experimental, tf2, v1
-from gainstage.optimizers import Adadelta, Adam, RMSprop, schedules
+from gainstage.optimizers import Adadelta, Adam, RMSprop, Variable, schedules
 
 from rows import row
 
@@ -46,7 +46,7 @@ def apply(opt, gradient, variable):
 
 def after_each(opt, gradients, *read):
     """What is read of an optimizer after each step on one of these gradients."""
-    w, seen = gs.Variable(3.0), []
+    w, seen = Variable(3.0), []
     for gradient in gradients:
         apply(opt, gradient, w)
         seen.append(tuple(float(each(opt)) for each in read) if read else float(w))
@@ -63,7 +63,7 @@ def counter(opt):
 
 def two_weights_after_a_step(opt):
     """The weights 3 and 4 after a step on gradients 3 and 4; by plain descent 1.5 and 2."""
-    a, b = gs.Variable(3.0), gs.Variable(4.0)
+    a, b = Variable(3.0), Variable(4.0)
     opt.minimize(lambda: a * 3.0 + b * 4.0, [a, b])
     return pytest.approx([float(a), float(b)], rel=1e-6)
 
@@ -187,7 +187,7 @@ def test_clipping_is_an_argument_of_the_inner_optimizer(name, value, weights):
 @row(4, "clipnorm", "clipvalue", "global_clipnorm")
 def test_an_option_can_be_set_later():
     """An option set on the wrapper is set on the inner optimizer, and acts from then on."""
-    w, opt = gs.Variable(3.0), wrapped(gs.optimizers.SGD(0.5, weight_decay=0.5))
+    w, opt = Variable(3.0), wrapped(gs.optimizers.SGD(0.5, weight_decay=0.5))
     opt.weight_decay, opt.use_ema = None, True
     opt.minimize(lambda: w * 4.0, [w])
     opt.clipvalue = 1.0
@@ -201,7 +201,7 @@ def test_an_option_can_be_set_later():
 def test_the_name_is_used_for_the_slots_of_the_inner_optimizer():
     """The name of the inner optimizer is the prefix of the names of its slots."""
     opt = wrapped(gs.optimizers.SGD(0.5, momentum=0.5, name="mine"))
-    opt.build([gs.Variable(1.0, name="w")])
+    opt.build([Variable(1.0, name="w")])
     assert opt.variables[-1].name == "mine/w_momentum"
 
 
@@ -297,7 +297,7 @@ def test_the_counter_is_that_of_steps_since_the_scale_changed():
     assert int(opt.dynamic_counter) == 0
     seen = after_each(opt, [1.0, 1.0, 1.0, 1.0, NAN, 1.0], counter, scale)
     assert seen == [(1, 4), (2, 4), (0, 8), (1, 8), (0, 4), (1, 4)]
-    assert isinstance(opt.dynamic_counter, gs.Variable)
+    assert isinstance(opt.dynamic_counter, Variable)
 
 
 def test_a_fixed_scale_has_neither_counter_nor_growth_steps():
@@ -347,7 +347,7 @@ def test_the_current_scale_is_a_float32_scalar(cls):
 @row(4, "learning_rate", "lr")
 def test_the_rate_is_that_of_the_inner_optimizer(cls):
     """`learning_rate`, by its old name `lr`, is the inner optimizer's, and can be set."""
-    w, opt = gs.Variable(3.0), cls(gs.optimizers.SGD(0.5))
+    w, opt = Variable(3.0), cls(gs.optimizers.SGD(0.5))
     for name, rate in (("learning_rate", 0.25), ("lr", 0.125)):
         setattr(opt, name, rate)
         assert [float(x) for x in (opt.learning_rate, opt.lr)] == [rate] * 2
@@ -495,7 +495,7 @@ def test_a_configuration_with_entries_of_tensorflow_is_read():
 def test_minimize_scales_and_unscales_by_itself(cls):
     """The first example: `minimize` is all that is needed. Difference: it returns the loss."""
     opt = cls(gs.optimizers.SGD(0.25))
-    var = gs.Variable(1.0)
+    var = Variable(1.0)
     assert float(opt.minimize(lambda: var**2, var_list=var)) == 1.0
     assert float(var) == 0.5
     assert float(opt.minimize(lambda: var**2, var_list=[var])) == 0.25
@@ -505,7 +505,7 @@ def test_minimize_scales_and_unscales_by_itself(cls):
 @row(4, "apply_gradients")
 def test_a_loop_of_your_own_scales_and_unscales():
     """The second example, without a tape: scale the loss, unscale its gradient, apply it."""
-    opt, var = wrapped(gs.optimizers.SGD(0.25)), gs.Variable(0.5)
+    opt, var = wrapped(gs.optimizers.SGD(0.25)), Variable(0.5)
     scaled_grad = jax.grad(lambda x: opt.get_scaled_loss(x**2))(var.value())
     assert float(scaled_grad) == 1.0 * 2.0**15
     (grad,) = opt.get_unscaled_gradients([scaled_grad])
@@ -515,7 +515,7 @@ def test_a_loop_of_your_own_scales_and_unscales():
 
 def test_small_gradients_do_not_underflow():
     """A gradient that float16 rounds to 0 reaches the variable if the loss is scaled."""
-    w = gs.Variable(0.0)
+    w = Variable(0.0)
 
     def loss():
         return (w.value().astype("float16") * np.float16(2.0**-24)).astype("float32") / 64
@@ -539,7 +539,7 @@ def test_small_gradients_do_not_underflow():
 )
 def test_a_forgotten_call_gives_one_warning(called, missing):
     """A step without scaling, unscaling or both warns once, and names what was not called."""
-    w, opt = gs.Variable(3.0), wrapped(**FIXED)
+    w, opt = Variable(3.0), wrapped(**FIXED)
     for name in called:
         getattr(opt, name)([1.0] if "gradients" in name else 1.0)
     with pytest.warns(UserWarning, match=f"Expected {missing} to be called"):
@@ -565,7 +565,7 @@ def test_a_fixed_scale_does_not_change():
 
 def test_a_skipped_step_halves_the_scale_and_moves_nothing():
     """A non-finite gradient resets the count, halves the scale, and skips all gradients."""
-    a, b, opt = gs.Variable(1.0), gs.Variable(1.0), wrapped(initial_scale=4)
+    a, b, opt = Variable(1.0), Variable(1.0), wrapped(initial_scale=4)
     opt.get_scaled_loss(1.0)
     opt.get_unscaled_gradients([1.0])
     for first, second, weights, state in (
@@ -635,7 +635,7 @@ def test_scales_and_steps_out_of_range_are_refused(wrong):
 
 def test_only_the_first_steps_and_then_few_are_skipped():
     """The scale falls at once to where float16 holds the gradients; then 1 of n + 1 is skipped."""
-    w, opt, n = gs.Variable(0.0), wrapped(gs.optimizers.SGD(0.0), dynamic_growth_steps=4), 4
+    w, opt, n = Variable(0.0), wrapped(gs.optimizers.SGD(0.0), dynamic_growth_steps=4), 4
 
     def loss():  # float16 overflows where the scale is above 2**10
         return (w.value().astype("float16") * np.float16(2.0**5)).astype("float32")
@@ -663,7 +663,7 @@ def test_hyperparameters_are_those_of_the_inner_optimizer():
 @row(4, "beta_1, momentum and so on")
 def test_epsilon_is_delegated_too():
     """Difference: `epsilon` is read and set through the wrapper, too, and takes effect."""
-    w, opt = gs.Variable(3.0), wrapped(Adam(0.5, beta_1=0.0, beta_2=0.0, epsilon=1.0))
+    w, opt = Variable(3.0), wrapped(Adam(0.5, beta_1=0.0, beta_2=0.0, epsilon=1.0))
     assert opt.epsilon == 1.0
     opt.minimize(lambda: w * 1.0, [w])
     opt.epsilon = 3.0
@@ -695,7 +695,7 @@ def test_an_attribute_that_the_inner_optimizer_lacks_is_no_attribute():
 
 def test_a_variable_as_the_rate_stays_live():
     """A variable as the rate of the inner optimizer is read in every step."""
-    rate, w = gs.Variable(0.5), gs.Variable(3.0)
+    rate, w = Variable(0.5), Variable(3.0)
     opt = wrapped(gs.optimizers.SGD(rate))
     assert opt.learning_rate is rate
     for value, after in ((0.5, 2.5), (0.25, 2.25)):
@@ -731,7 +731,7 @@ def test_the_rate_with_a_schedule_is_a_number():
 
 @row(4, "iterations")
 @pytest.mark.parametrize("arguments", [{}, FIXED], ids=["dynamic", "fixed"])
-@pytest.mark.parametrize("start", [int, gs.Variable])
+@pytest.mark.parametrize("start", [int, Variable])
 def test_iterations_count_all_steps(arguments, start):
     """`iterations` can be set before the first step, and every step adds 1, also a skipped one."""
     opt = wrapped(**arguments)
@@ -744,13 +744,13 @@ def test_iterations_count_all_steps(arguments, start):
 def test_the_wrapper_has_the_counter():
     """`iterations` is set on the wrapper; the inner optimizer, which shares it, cannot set it."""
     with pytest.raises(AttributeError):
-        wrapped().inner_optimizer.iterations = gs.Variable(5)
+        wrapped().inner_optimizer.iterations = Variable(5)
 
 
 @row(4, "exclude_from_weight_decay")
 def test_exclusion_from_decay_reaches_the_inner_optimizer():
     """The excluded variable does not decay; in TensorFlow it does."""
-    w, opt = gs.Variable(1.0), tf2.LossScaleOptimizer(gs.optimizers.SGD(0.5, weight_decay=0.5))
+    w, opt = Variable(1.0), tf2.LossScaleOptimizer(gs.optimizers.SGD(0.5, weight_decay=0.5))
     opt.exclude_from_weight_decay([w])
     opt.minimize(lambda: w * 0.0, [w])
     assert float(w) == 1.0
@@ -759,7 +759,7 @@ def test_exclusion_from_decay_reaches_the_inner_optimizer():
 @row(4, "beta_1, momentum and so on")
 def test_a_momentum_that_is_set_before_the_first_step_is_used():
     """Difference: TensorFlow ignores it. After `build` it would need state, and is an error."""
-    w, opt = gs.Variable(1.0), tf2.LossScaleOptimizer(gs.optimizers.SGD(1.0))
+    w, opt = Variable(1.0), tf2.LossScaleOptimizer(gs.optimizers.SGD(1.0))
     opt.momentum = 0.5
     for _ in range(2):
         opt.minimize(lambda: w * 1.0, [w])
@@ -772,7 +772,7 @@ def test_a_momentum_that_is_set_before_the_first_step_is_used():
 
 def test_with_accumulation_iterations_count_no_skipped_step():
     """Difference: with accumulation a skipped microbatch is left out, and does not count."""
-    w, opt = gs.Variable(3.0), wrapped(gs.optimizers.SGD(0.5, gradient_accumulation_steps=2))
+    w, opt = Variable(3.0), wrapped(gs.optimizers.SGD(0.5, gradient_accumulation_steps=2))
     for gradient in (1.0, INF, 3.0):
         apply(opt, gradient, w)
     assert (float(w), int(opt.iterations)) == (3.0 - 0.5 * (1.0 + 3.0) / 2, 1)
@@ -782,7 +782,7 @@ def test_with_accumulation_iterations_count_no_skipped_step():
 def test_decay_is_a_schedule():
     """Difference: there is no attribute `decay`; a schedule has the rate of each step."""
     assert not hasattr(wrapped(), "decay")
-    w, opt = gs.Variable(3.0), wrapped(gs.optimizers.SGD(schedules.InverseTimeDecay(1.0, 1, 1.0)))
+    w, opt = Variable(3.0), wrapped(gs.optimizers.SGD(schedules.InverseTimeDecay(1.0, 1, 1.0)))
     for _ in range(2):
         apply(opt, 1.0, w)
     assert float(w) == 3.0 - 1.0 - 0.5
@@ -792,7 +792,7 @@ def test_decay_is_a_schedule():
 def test_iterations_cannot_be_set_once_the_optimizer_is_built():
     """Setting `iterations` after the variables of the optimizer exist is a RuntimeError."""
     opt = wrapped()
-    opt.build([gs.Variable(1.0)])
+    opt.build([Variable(1.0)])
     with pytest.raises(RuntimeError, match="before the optimizer is built"):
         opt.iterations = 1
 
@@ -809,7 +809,7 @@ def test_iterations_cannot_be_set_once_the_optimizer_is_built():
 )
 def test_apply_gradients_takes_the_settings_of_a_strategy(arguments):
     """The name and the settings of aggregation are accepted. Difference: without effect."""
-    w, opt = gs.Variable(3.0), wrapped(**FIXED)
+    w, opt = Variable(3.0), wrapped(**FIXED)
     opt.get_scaled_loss(1.0)
     opt.get_unscaled_gradients([1.0])
     opt.apply_gradients(zip([2.0], [w], strict=True), **arguments)
@@ -819,13 +819,13 @@ def test_apply_gradients_takes_the_settings_of_a_strategy(arguments):
 @row(4, "aggregate_gradients")
 def test_aggregate_gradients_returns_pairs():
     """In one process `aggregate_gradients` (2.11 to 2.15) returns the pairs unchanged."""
-    w = gs.Variable(3.0)
+    w = Variable(3.0)
     assert wrapped().aggregate_gradients([(1.0, w)]) == [(1.0, w)]
 
 
 def test_malformed_pairs_are_refused():
     """`grads_and_vars` that are not pairs are a TypeError, and no weight moves."""
-    w, opt = gs.Variable(3.0), wrapped()
+    w, opt = Variable(3.0), wrapped()
     opt.get_scaled_loss(1.0)
     opt.get_unscaled_gradients([1.0])
     for malformed in ([(1.0, w, "w")], [w], [("text", w)], [(1.0, 2.0)]):
@@ -841,7 +841,7 @@ def test_malformed_pairs_are_refused():
 )
 def test_at_least_one_variable_must_have_a_gradient(pairs, match):
     """No gradients at all, or only None, is a ValueError, and the state stays as it was."""
-    w, opt = gs.Variable(3.0), wrapped()
+    w, opt = Variable(3.0), wrapped()
     apply(opt, 1.0, w)
     before = [v.numpy() for v in opt.variables]
     with pytest.raises(ValueError, match=match):
@@ -851,7 +851,7 @@ def test_at_least_one_variable_must_have_a_gradient(pairs, match):
 
 def test_a_gradient_of_none_is_left_out():
     """A variable without a gradient stays, with a warning, and the others are updated."""
-    a, b = gs.Variable(3.0), gs.Variable(3.0)
+    a, b = Variable(3.0), Variable(3.0)
     with pytest.warns(UserWarning, match="No gradient for"):
         wrapped().minimize(lambda: a * 2.0, [a, b])
     assert (float(a), float(b)) == (2.0, 3.0)
@@ -860,7 +860,7 @@ def test_a_gradient_of_none_is_left_out():
 @row(4, "minimize")
 def test_minimize_sums_a_loss_that_is_no_scalar():
     """A loss that is not a scalar is summed, and `minimize` returns the sum."""
-    v = gs.Variable([1.0, 2.0])
+    v = Variable([1.0, 2.0])
     assert float(wrapped(gs.optimizers.SGD(0.25)).minimize(lambda: v**2, [v])) == 5.0
     assert v.numpy().tolist() == [0.5, 1.0]
 
@@ -871,7 +871,7 @@ def test_minimize_takes_a_callable_var_list():
 
     def loss():
         if not made:
-            made.append(gs.Variable(2.0))
+            made.append(Variable(2.0))
         return made[0] ** 2
 
     wrapped(gs.optimizers.SGD(0.25)).minimize(loss, lambda: made)
@@ -888,7 +888,7 @@ def test_minimize_takes_a_callable_var_list():
 )
 def test_minimize_takes_the_arguments_of_older_versions(arguments, after):
     """`minimize` takes a name, and the gradient of the loss's elements (2.4 to 2.10)."""
-    w = gs.Variable([3.0, 3.0])
+    w = Variable([3.0, 3.0])
     wrapped().minimize(lambda: w * 1.0, [w], **arguments)
     assert w.numpy().tolist() == after
 
@@ -896,7 +896,7 @@ def test_minimize_takes_the_arguments_of_older_versions(arguments, after):
 @row(4, "minimize")
 def test_there_are_no_tapes():
     """Difference: passing a tape, or a loss that is not callable, is an error."""
-    w = gs.Variable(1.0)
+    w = Variable(1.0)
     with pytest.raises(ValueError, match="no tape"):
         wrapped().minimize(lambda: w**2, [w], tape=object())
     with pytest.raises(TypeError, match="callable"):
@@ -906,14 +906,14 @@ def test_there_are_no_tapes():
 @row(4, "compute_gradients")
 def test_compute_gradients_returns_unscaled_gradients():
     """`compute_gradients` (2.11 to 2.15) unscales the gradients, and accepts `tape=None`."""
-    w = gs.Variable(3.0)
+    w = Variable(3.0)
     ((gradient, variable),) = wrapped().compute_gradients(lambda: w * 2.0, [w], tape=None)
     assert (float(gradient), variable) == (2.0, w)
 
 
 def test_var_list_must_hold_variables():
     """Anything but variables in `var_list` is a ValueError."""
-    w = gs.Variable(3.0)
+    w = Variable(3.0)
     with pytest.raises(ValueError, match="var_list"):
         wrapped().minimize(lambda: w * 1.0, ["w"])
 
@@ -922,7 +922,7 @@ def test_var_list_must_hold_variables():
 @row(4, "get_slot_names")
 def test_slots_are_those_of_the_inner_optimizer():
     """Slots are found by name after the first step. Difference: by the names of this library."""
-    w, opt = gs.Variable(1.0), wrapped(Adam(0.5, beta_1=0.75, beta_2=0.5))
+    w, opt = Variable(1.0), wrapped(Adam(0.5, beta_1=0.75, beta_2=0.5))
     assert opt.get_slot_names() == []
     opt.minimize(lambda: w * 2.0, [w])
     assert opt.get_slot_names() == ["momentum", "velocity"]
@@ -938,7 +938,7 @@ def test_slots_are_those_of_the_inner_optimizer():
 @row(4, "get_gradients", "get_updates")
 def test_gradients_and_updates_of_a_loss():
     """`get_gradients` returns unscaled gradients; `get_updates` takes a step."""
-    w, opt = gs.Variable(3.0), wrapped()
+    w, opt = Variable(3.0), wrapped()
     (gradient,) = opt.get_gradients(lambda: w * 2.0, [w])
     assert float(gradient) == 2.0
     (count,) = opt.get_updates(lambda: w * 2.0, [w])
@@ -948,7 +948,7 @@ def test_gradients_and_updates_of_a_loss():
 @row(4, "add_slot", "add_weight")
 def test_state_is_added_by_name():
     """`add_slot` returns the slot of a variable, always the same; `add_weight` adds a variable."""
-    w, opt = gs.Variable([3.0, 4.0], name="w"), wrapped()
+    w, opt = Variable([3.0, 4.0], name="w"), wrapped()
     slot = opt.add_slot(w, "mine", initializer="ones")
     assert (slot.numpy().tolist(), opt.add_slot(w, "mine")) == ([1.0, 1.0], slot)
     assert opt.get_slot(w, "mine") is slot
@@ -961,7 +961,7 @@ def test_state_is_added_by_name():
 @row(4, "weights", "get_weights")
 def test_weights_are_the_variables():
     """`weights` is the count of steps and the slots; `get_weights` returns their values."""
-    opt, w = wrapped(gs.optimizers.SGD(0.5, momentum=0.5), initial_scale=8), gs.Variable(3.0)
+    opt, w = wrapped(gs.optimizers.SGD(0.5, momentum=0.5), initial_scale=8), Variable(3.0)
     for gradient in (INF, 2.0):
         apply(opt, gradient, w)
     assert opt.weights == [opt.iterations, opt.get_slot(w, "momentum")]
@@ -979,7 +979,7 @@ def test_weights_are_the_variables():
 )
 def test_weights_are_in_the_order_of_tensorflow(inner, order):
     """Each slot of all variables, then the next; weights that were added come last."""
-    opt, variables = wrapped(inner()), [gs.Variable(1.0, name=name) for name in "ab"]
+    opt, variables = wrapped(inner()), [Variable(1.0, name=name) for name in "ab"]
     opt.build(variables)
     opt.add_weight("mine")
     slots = [opt.get_slot(v, slot) for slot in order for v in variables]
@@ -994,7 +994,7 @@ def test_weights_are_in_the_order_of_tensorflow(inner, order):
 def test_a_gradient_that_cannot_be_computed_is_an_error(cls):
     """`get_gradients` and `get_updates` raise for a variable that the loss ignores, and no step is
     taken; `compute_gradients` returns None."""
-    v, u = gs.Variable(1.0, name="v"), gs.Variable(2.0, name="u")
+    v, u = Variable(1.0, name="v"), Variable(2.0, name="u")
     opt = cls(gs.optimizers.SGD(0.25))
     for call in (opt.get_gradients, opt.get_updates):
         with pytest.raises(ValueError, match=r"no gradient for \['u'\]"):
@@ -1045,7 +1045,7 @@ def test_from_config_creates_a_subclass_by_its_constructor(opt):
 
 def test_set_weights_takes_the_count_and_the_slots():
     """`set_weights` takes what `get_weights` returned, and keeps scale and learning rate."""
-    opt, w = wrapped(gs.optimizers.SGD(0.5, momentum=0.5), initial_scale=8), gs.Variable(3.0)
+    opt, w = wrapped(gs.optimizers.SGD(0.5, momentum=0.5), initial_scale=8), Variable(3.0)
     apply(opt, 2.0, w)
     other = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.25, momentum=0.5), initial_scale=16)
     other.build([w])
@@ -1056,13 +1056,13 @@ def test_set_weights_takes_the_count_and_the_slots():
         other.set_weights([1, 2, 3])
 
 
-@pytest.mark.parametrize("wrong", [1.5, -3, "x", None, gs.Variable([1, 2]), gs.Variable(1.0)])
+@pytest.mark.parametrize("wrong", [1.5, -3, "x", None, Variable([1, 2]), Variable(1.0)])
 def test_iterations_are_a_whole_number(wrong):
     """`iterations` takes a number >= 0 or an integer variable, which becomes the counter."""
     opt = wrapped()
     with pytest.raises((TypeError, ValueError), match="iterations"):
         opt.iterations = wrong
-    count, w = gs.Variable(3), gs.Variable(1.0)
+    count, w = Variable(3), Variable(1.0)
     opt.iterations = count
     apply(opt, 1.0, w)
     assert (int(count), opt.iterations) == (4, count)
@@ -1078,7 +1078,7 @@ def test_every_value_is_unscaled():
 @pytest.mark.parametrize("weights", [np.ones(3), np.ones((2, 1)), 1.0])
 def test_grad_loss_has_the_shape_of_the_loss(weights):
     """`grad_loss` is the gradient of each element, so another shape is an error."""
-    w = gs.Variable([3.0, 3.0])
+    w = Variable([3.0, 3.0])
     with pytest.raises(ValueError, match=r"grad_loss of the loss's shape, \(2,\)"):
         wrapped().minimize(lambda: w * 1.0, [w], grad_loss=weights)
     assert w.numpy().tolist() == [3.0, 3.0]
@@ -1094,7 +1094,10 @@ def test_grad_loss_has_the_shape_of_the_loss(weights):
         (lambda opt, w: opt.get_unscaled_gradients({"w": 1.0}), "list of gradients for grads"),
         (lambda opt, w: opt.get_gradients(lambda: w * 1, [3.0]), "in params; got 3.0"),
         (lambda opt, w: opt.set_weights(None), "list of arrays for weights; got None"),
-        (lambda opt, w: opt.get_slot("w", "momentum"), "gainstage.Variable for var; got 'w'"),
+        (
+            lambda opt, w: opt.get_slot("w", "momentum"),
+            "gainstage.optimizers.Variable for var; got 'w'",
+        ),
         (lambda opt, w: opt.add_weight("w", 3), "integers >= 0 for shape; got 3"),
         (
             lambda opt, w: tf2.LossScaleOptimizer(v1.GradientDescentOptimizer(0.1)),
@@ -1104,7 +1107,7 @@ def test_grad_loss_has_the_shape_of_the_loss(weights):
 )
 def test_wrong_arguments_are_named(call, match):
     """An error names the argument, what was passed, and what to write."""
-    w, opt = gs.Variable(3.0, name="w"), wrapped()
+    w, opt = Variable(3.0, name="w"), wrapped()
     opt.build([w])
     opt.get_unscaled_gradients([opt.get_scaled_loss(1.0)])
     with pytest.raises((TypeError, ValueError), match=match):
@@ -1125,7 +1128,7 @@ def test_the_weights_of_one_optimizer_can_be_set_in_another():
     """The values of `variables`, set in another optimizer, let it go on from there."""
     runs = []
     for _ in range(2):
-        w, opt = gs.Variable(3.0), wrapped(gs.optimizers.SGD(0.5, momentum=0.5), initial_scale=8)
+        w, opt = Variable(3.0), wrapped(gs.optimizers.SGD(0.5, momentum=0.5), initial_scale=8)
         opt.build([w])
         runs.append((w, opt))
     (w, opt), (other_w, other) = runs
@@ -1144,7 +1147,7 @@ def test_the_weights_of_one_optimizer_can_be_set_in_another():
 @each_class
 def test_the_constraint_of_a_variable_without_a_gradient_waits(cls):
     """A variable that a step does not train is not projected, as there."""
-    a, b = gs.Variable(3.0, constraint=lambda x: jnp.clip(x, 0.0, 1.0)), gs.Variable(1.0)
+    a, b = Variable(3.0, constraint=lambda x: jnp.clip(x, 0.0, 1.0)), Variable(1.0)
     opt = cls(gs.optimizers.SGD(0.5))
     opt.minimize(lambda: b * 1.0, [a, b])
     opt.minimize(lambda: b * 1.0, [b])
@@ -1164,7 +1167,7 @@ def test_what_the_inner_class_overrides_for_itself_is_not_called(cls):
         def add_variable(self, *args, **kwargs):
             raise AssertionError
 
-    opt, w = cls(Own(0.5, momentum=0.5)), gs.Variable(3.0)
+    opt, w = cls(Own(0.5, momentum=0.5)), Variable(3.0)
     opt.build([w])
     opt.set_weights([7, 2.0])
     assert (int(opt.iterations), float(opt.get_slot(w, "momentum"))) == (7, 2.0)

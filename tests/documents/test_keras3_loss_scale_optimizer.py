@@ -20,7 +20,8 @@ from transfers import through_a_store, through_arrays
 
 import gainstage as gs
 from gainstage.compat import dtensor, experimental, tf2, v1
-from gainstage.optimizers import Adam, AdamW, RMSprop, from_optax
+from gainstage.diagnostics import telemetry
+from gainstage.optimizers import Adam, AdamW, RMSprop, Variable, from_optax
 
 from rows import row
 
@@ -28,12 +29,14 @@ WEIGHTS = GRADIENTS = np.array([3.0, 4.0])
 
 
 def wrapped(inner=None, scale=8.0, growth=2, **options):
-    return gs.LossScaleOptimizer(inner or gs.optimizers.SGD(0.5), scale, growth, **options)
+    return gs.optimizers.LossScaleOptimizer(
+        inner or gs.optimizers.SGD(0.5), scale, growth, **options
+    )
 
 
 def run(opt, gradients, start=3.0):
     """The weight after each of these scaled gradients."""
-    w, weights = gs.Variable(start), []
+    w, weights = Variable(start), []
     for gradient in gradients:
         opt.apply([gradient], [w])
         weights.append(float(w))
@@ -42,7 +45,7 @@ def run(opt, gradients, start=3.0):
 
 def scales(opt, gradients):
     """The loss scale after each of these gradients."""
-    w, seen = gs.Variable(1.0), []
+    w, seen = Variable(1.0), []
     for gradient in gradients:
         opt.apply([gradient], [w])
         seen.append(float(opt.loss_scale))
@@ -51,7 +54,7 @@ def scales(opt, gradients):
 
 def one_step(opt):
     """The weights 3 and 4 after a step on the true gradients 3 and 4."""
-    a, b = gs.Variable(3.0), gs.Variable(4.0)
+    a, b = Variable(3.0), Variable(4.0)
     opt.minimize(lambda: a * 3.0 + b * 4.0, [a, b])
     return pytest.approx([float(a), float(b)], rel=1e-6)
 
@@ -75,7 +78,7 @@ def mesh_of_all():
 def sharded(mesh):
     """A variable of ones, two on each device."""
     ones = jnp.ones(2 * jax.device_count())
-    return gs.Variable(jax.device_put(ones, NamedSharding(mesh, PartitionSpec("x"))), name="w")
+    return Variable(jax.device_put(ones, NamedSharding(mesh, PartitionSpec("x"))), name="w")
 
 
 def failing(error, match, call, *args, **kwargs):
@@ -102,7 +105,7 @@ def test_scaling_keeps_small_intermediate_gradients():
     """A gradient that underflows in float16 survives with loss scaling."""
 
     def trained(opt):
-        w = gs.Variable(0.0)
+        w = Variable(0.0)
 
         def loss():
             half = w.value().astype(jnp.float16)
@@ -112,7 +115,7 @@ def test_scaling_keeps_small_intermediate_gradients():
         return float(w)
 
     assert trained(gs.optimizers.SGD(2.0**26)) == 0.0
-    assert trained(gs.LossScaleOptimizer(gs.optimizers.SGD(2.0**26))) == -1.0
+    assert trained(gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(2.0**26))) == -1.0
 
 
 def test_it_is_an_optimizer():
@@ -133,7 +136,7 @@ def test_gradients_are_divided_by_the_scale():
 def test_a_nonfinite_gradient_halves_the_scale_and_skips_the_step():
     """A step with an inf or NaN gradient halves the scale and changes nothing else."""
     opt = wrapped(gs.optimizers.SGD(0.5, momentum=0.5), scale=8.0)
-    w, others = gs.Variable([3.0, 4.0]), gs.Variable(5.0)
+    w, others = Variable([3.0, 4.0]), Variable(5.0)
     opt.apply([[8.0, 8.0], 8.0], [w, others])
     before = numbers([w, others, *opt.inner_optimizer.variables])
     for bad, scale in ((np.inf, 4.0), (-np.inf, 2.0), (np.nan, 1.0)):
@@ -167,7 +170,7 @@ def test_inner_optimizer_takes_the_steps():
 @row(1, "initial_scale")
 def test_initial_scale_is_the_first_scale():
     """The initial scale is a real number from 2**-126 to 2**126; the default is 2**15."""
-    assert float(gs.LossScaleOptimizer(gs.optimizers.SGD()).loss_scale) == 2.0**15
+    assert float(gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()).loss_scale) == 2.0**15
     for scale in (0.1, np.int64(16), 2.0**-126, 2.0**126):
         opt = wrapped(scale=scale)
         assert np.float32(opt.initial_scale) == opt.loss_scale == np.float32(scale)
@@ -193,7 +196,7 @@ def test_dynamic_growth_steps_is_the_period():
     """The scale doubles every `dynamic_growth_steps` finite steps; the default is 2000."""
     assert scales(wrapped(growth=2), [1.0] * 4) == [8.0, 16.0, 16.0, 32.0]
     assert scales(wrapped(growth=1), [1.0] * 2) == [16.0, 32.0]
-    assert gs.LossScaleOptimizer(gs.optimizers.SGD()).dynamic_growth_steps == 2000
+    assert gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()).dynamic_growth_steps == 2000
 
 
 def test_growth_steps_can_be_set():
@@ -208,7 +211,7 @@ def test_growth_steps_can_be_set():
     w = opt.trainable_variables[0]
     opt.apply([1.0])
     assert float(opt.loss_scale) == 16.0
-    step = gs.jit(lambda: opt.apply([1.0]), state=([w], opt.variables))
+    step = gs.optimizers.jit(lambda: opt.apply([1.0]), state=([w], opt.variables))
     step()
     opt.dynamic_growth_steps = 3
     for _ in range(3):
@@ -219,7 +222,9 @@ def test_growth_steps_can_be_set():
     with pytest.raises(ValueError, match=r">= 1 .*for dynamic_growth_steps; got 0"):
         opt.dynamic_growth_steps = 0
     with pytest.raises(AttributeError, match=r"no `rule`.*got 2.*Pass rule="):
-        gs.LossScaleOptimizer(gs.optimizers.SGD(), 8.0, dynamic=False).dynamic_growth_steps = 2
+        gs.optimizers.LossScaleOptimizer(
+            gs.optimizers.SGD(), 8.0, dynamic=False
+        ).dynamic_growth_steps = 2
     assert (opt.initial_scale, opt.dynamic_growth_steps, opt.rule) == (16.0, 3, again.rule)
 
 
@@ -227,7 +232,7 @@ def test_growth_steps_can_be_set():
 def test_name_is_the_prefix_of_state():
     """`name` is the prefix of state variables; unlike in Keras, it need not be unique."""
     opt = wrapped(gs.optimizers.SGD(0.5, 0.5, name="inner"), name="mine")
-    opt.build([gs.Variable(1.0, name="w")])
+    opt.build([Variable(1.0, name="w")])
     names = [v.name for v in opt.variables]
     assert names[0] == "mine/step_counter"
     assert names[-1] == "inner/w_momentum"
@@ -236,7 +241,7 @@ def test_name_is_the_prefix_of_state():
 
 def test_name_is_the_fourth_argument():
     """All arguments of the signature, also `name`, can be passed by position."""
-    opt = gs.LossScaleOptimizer(gs.optimizers.SGD(), 8.0, 3, "mine")
+    opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(), 8.0, 3, "mine")
     assert (opt.initial_scale, opt.dynamic_growth_steps, opt.name) == (8.0, 3, "mine")
 
 
@@ -244,7 +249,7 @@ def test_name_is_the_fourth_argument():
 @row(1, "dynamic")
 def test_dynamic_false_is_a_fixed_scale():
     """`dynamic=False`, which Keras refuses, means a fixed scale that skips overflows."""
-    opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.5), initial_scale=8.0, dynamic=False)
+    opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.5), initial_scale=8.0, dynamic=False)
     assert run(opt, [8.0, np.inf, 8.0]) == [2.5, 2.5, 2.0]
     assert (float(opt.loss_scale), opt.rule) == (8.0, gs.FixedLossScale(8.0))
     assert (opt.dynamic, opt.dynamic_growth_steps, wrapped().dynamic) == (False, None, True)
@@ -268,7 +273,7 @@ def test_clipnorm_limits_each_norm():
 @row(1, "clipvalue")
 def test_clipvalue_limits_each_element():
     """`clipvalue` limits each element of the unscaled gradients."""
-    w = gs.Variable([0.0, 0.0, 0.0])
+    w = Variable([0.0, 0.0, 0.0])
     wrapped(gs.optimizers.SGD(1.0), clipvalue=2.0).apply([[8.0 * 5, 8.0 * -5, 8.0 * 1]], [w])
     assert numbers([w]) == [[-2.0, 2.0, -1.0]]
 
@@ -294,7 +299,7 @@ def test_use_ema_averages_the_weights_after_each_step():
 @row(1, "ema_momentum")
 def test_ema_momentum_is_the_weight_of_the_old_average():
     """The average is `ema_momentum` * average + (1 - `ema_momentum`) * weight."""
-    opt, w, average = wrapped(use_ema=True, ema_momentum=0.75), gs.Variable(3.0), None
+    opt, w, average = wrapped(use_ema=True, ema_momentum=0.75), Variable(3.0), None
     for gradient in (1.0, 4.0, -2.0):
         opt.apply([gradient], [w])
         average = float(w) if average is None else 0.75 * average + 0.25 * float(w)
@@ -315,7 +320,7 @@ def test_ema_overwrite_frequency_counts_updates():
 
 def test_without_a_frequency_finalizing_overwrites():
     """By default only `finalize_variable_values` overwrites the weights with averages."""
-    opt, w = wrapped(gs.optimizers.SGD(1.0), use_ema=True, ema_momentum=0.5), gs.Variable(3.0)
+    opt, w = wrapped(gs.optimizers.SGD(1.0), use_ema=True, ema_momentum=0.5), Variable(3.0)
     assert opt.ema_overwrite_frequency is None
     for _ in range(2):
         opt.minimize(lambda: w * 1.0, [w])
@@ -370,11 +375,16 @@ def test_accumulation_and_schedules():
 def test_rule_replaces_the_scale_arguments():
     """New: `rule` replaces the scale arguments, with bounds, backoff and hysteresis."""
     rule = gs.DynamicLossScale(8.0, min_scale=4.0, backoff_factor=0.25, hysteresis=2)
-    opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.5), rule=rule)
+    opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.5), rule=rule)
     assert (opt.rule, wrapped().rule) == (rule, gs.DynamicLossScale(8.0, 2, min_scale=2.0**-24))
     assert scales(opt, [np.inf, np.inf]) == [8.0, 4.0]
     failing(
-        ValueError, "cannot be combined", gs.LossScaleOptimizer, gs.optimizers.SGD(), 8.0, rule=rule
+        ValueError,
+        "cannot be combined",
+        gs.optimizers.LossScaleOptimizer,
+        gs.optimizers.SGD(),
+        8.0,
+        rule=rule,
     )
 
 
@@ -382,11 +392,11 @@ def test_rule_replaces_the_scale_arguments():
 def test_telemetry_records_the_steps():
     """New: `telemetry` records statistics of the steps in additional state."""
     plain, opt = wrapped(), wrapped(telemetry=True)
-    plain.build([gs.Variable(1.0)])
+    plain.build([Variable(1.0)])
     run(opt, [np.nan])
     assert len(opt.variables) == len(plain.variables) + 9
     assert "variable: NaN in 1 of 1 skipped step" in str(gs.diagnostics.report(opt))
-    assert (bool(gs.telemetry(opt).finite), int(gs.telemetry(opt).skipped_steps)) == (False, 1)
+    assert (bool(telemetry(opt).finite), int(telemetry(opt).skipped_steps)) == (False, 1)
 
 
 @row(1, "new: underflow_every")
@@ -413,7 +423,7 @@ def test_mesh_replicates_scalars():
     mesh = mesh_of_all()
     everywhere = NamedSharding(mesh, PartitionSpec())
     given, found = wrapped(mesh=mesh), wrapped()
-    given.build([gs.Variable(jax.device_put(1.0, everywhere))])
+    given.build([Variable(jax.device_put(1.0, everywhere))])
     found.build([sharded(mesh)])
     assert given.dynamic_scale.sharding == found.dynamic_scale.sharding == everywhere
 
@@ -424,7 +434,7 @@ def test_mesh_replicates_scalars():
 @row(1, "iterations")
 def test_iterations_is_the_inner_optimizers():
     """`iterations` is the inner optimizer's; skipped steps do not count."""
-    opt, w = wrapped(), gs.Variable(1.0)
+    opt, w = wrapped(), Variable(1.0)
     counts = [int(opt.iterations)]
     for gradient in (1.0, np.nan, 1.0):
         opt.apply([gradient], [w])
@@ -436,7 +446,7 @@ def test_iterations_is_the_inner_optimizers():
 @row(1, "learning_rate")
 def test_learning_rate_is_the_inner_optimizers():
     """`learning_rate` is the inner optimizer's; setting it does not recompile the step."""
-    opt, w = wrapped(Counting(0.5), growth=9), gs.Variable(3.0)
+    opt, w = wrapped(Counting(0.5), growth=9), Variable(3.0)
     opt.apply([8.0], [w])
     opt.learning_rate = 0.25
     opt.apply([8.0], [w])
@@ -461,7 +471,7 @@ def test_variables_are_the_wrappers_and_the_inner_optimizers():
     opt = wrapped(gs.optimizers.SGD(0.5, momentum=0.9), name="lso")
     state = ["lso/step_counter", "lso/dynamic_scale", "SGD/iteration", "SGD/learning_rate"]
     assert [v.name for v in opt.variables] == state
-    opt.build([gs.Variable(1.0, name="w")])
+    opt.build([Variable(1.0, name="w")])
     assert [v.name for v in opt.variables] == [*state, "SGD/w_momentum"]
     opt.add_variable((), name="mine")
     assert [v.name for v in opt.variables][:3] == [*state[:2], "lso/mine"]
@@ -479,21 +489,24 @@ def test_dynamic_scale_is_the_current_scale():
 @row(1, "step_counter", "new: dynamic_counter")
 def test_step_counter_counts_finite_steps():
     """`step_counter` counts finite steps in a row; it is None for a fixed scale."""
-    opt, w = wrapped(growth=3), gs.Variable(1.0)
+    opt, w = wrapped(growth=3), Variable(1.0)
     counts = [int(opt.step_counter)]
     for gradient in (1.0, 1.0, np.nan, 1.0):
         opt.apply([gradient], [w])
         counts.append(int(opt.dynamic_counter))
     assert counts == [0, 1, 2, 0, 1]
     assert opt.dynamic_counter is opt.step_counter
-    assert gs.LossScaleOptimizer(gs.optimizers.SGD(), 8.0, dynamic=False).step_counter is None
+    assert (
+        gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(), 8.0, dynamic=False).step_counter
+        is None
+    )
 
 
 @row(1, "new: trainable_variables")
 def test_trainable_variables_are_those_of_build():
     """New: the variables that it trains are a list, in the order of `build`."""
-    a, b = gs.Variable(1.0), gs.Variable(2.0)
-    opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.5))
+    a, b = Variable(1.0), Variable(2.0)
+    opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.5))
     assert opt.trainable_variables == []
     opt.build([b, a])
     assert opt.trainable_variables == [b, a]
@@ -505,7 +518,7 @@ def test_built_says_whether_there_is_state():
     """`built` is False before `build` and True after it."""
     opt = wrapped()
     assert not opt.built
-    opt.build([gs.Variable(1.0)])
+    opt.build([Variable(1.0)])
     assert opt.built
 
 
@@ -606,7 +619,7 @@ def test_add_variable_from_reference_makes_a_slot():
 @row("differences", "slots of float16 variables")
 def test_slots_are_float32_or_wider():
     """A slot has its reference's dtype; unlike in Keras, float32 for half precision."""
-    half = gs.Variable(jnp.ones(2, jnp.float16))
+    half = Variable(jnp.ones(2, jnp.float16))
     assert wrapped().add_variable_from_reference(half).dtype == jnp.float32
     opt = wrapped(Adam(0.5), use_ema=True, gradient_accumulation_steps=2)
     opt.build([half])
@@ -617,7 +630,7 @@ def test_slots_are_float32_or_wider():
 @row(1, "add_optimizer_variables")
 def test_add_optimizer_variables_adds_a_slot_for_each_variable():
     """One name gives a list, several a tuple of lists; there may be as many initializers."""
-    a, b = gs.Variable(1.0, name="a"), gs.Variable([1.0, 2.0], name="b")
+    a, b = Variable(1.0, name="a"), Variable([1.0, 2.0], name="b")
     opt = wrapped()
     slots = opt.add_optimizer_variables([a, b], "m", "ones")
     assert numbers(slots) == [1.0, [1.0, 1.0]]
@@ -645,7 +658,7 @@ def test_a_variable_has_the_layout_that_is_given():
 )
 def test_a_variable_has_the_shape_that_is_given(initializer, error):
     """An initializer of another shape is an error, also for a slot."""
-    opt, w = wrapped(), gs.Variable([1.0, 2.0])
+    opt, w = wrapped(), Variable([1.0, 2.0])
     for call in (
         lambda: opt.add_variable((2,), initializer),
         lambda: opt.add_variable_from_reference(w, "m", initializer),
@@ -660,11 +673,11 @@ def test_a_variable_has_the_shape_that_is_given(initializer, error):
 
 @row(1, "apply")
 def test_apply_updates_the_variables():
-    """`apply` takes scaled gradients; unlike Keras's on JAX, it works eagerly and in `gs.jit`."""
-    w, opt = gs.Variable(3.0), wrapped()
+    """`apply` takes scaled gradients; unlike Keras's on JAX, it works eagerly and compiled."""
+    w, opt = Variable(3.0), wrapped()
     opt.apply([8.0], [w])
     assert float(w) == 2.5
-    step = gs.jit(lambda g: opt.apply([g], [w]), state=([w], opt.variables))
+    step = gs.optimizers.jit(lambda g: opt.apply([g], [w]), state=([w], opt.variables))
     step(8.0)
     step(jnp.inf)
     assert (float(w), float(opt.loss_scale)) == (2.0, 8.0)  # doubled, then halved
@@ -672,7 +685,7 @@ def test_apply_updates_the_variables():
 
 def test_apply_matches_gradients_and_variables_in_order():
     """`apply` pairs gradients with the variables of `build`, in order."""
-    a, b, opt = gs.Variable(1.0), gs.Variable([1.0, 1.0]), wrapped()
+    a, b, opt = Variable(1.0), Variable([1.0, 1.0]), wrapped()
     opt.build([a, b])
     opt.apply([8.0, [0.0, 16.0]])
     assert numbers([a, b]) == [0.5, [1.0, 0.0]]
@@ -688,7 +701,7 @@ def test_the_first_apply_builds():
 def test_no_gradients_are_no_step():
     """An empty list of gradients changes nothing."""
     opt = wrapped()
-    opt.build([gs.Variable(1.0)])
+    opt.build([Variable(1.0)])
     before = numbers(opt.variables)
     opt.apply([])
     opt.apply([], [])
@@ -698,7 +711,7 @@ def test_no_gradients_are_no_step():
 @row(1, "apply_gradients")
 def test_apply_gradients_takes_pairs():
     """`apply_gradients` takes pairs and returns `iterations`; Keras's always returns 0."""
-    w, opt = gs.Variable(3.0), wrapped()
+    w, opt = Variable(3.0), wrapped()
     counts = [int(opt.apply_gradients(zip([8.0], [w], strict=True))) for _ in range(2)]
     assert (counts, float(w)) == ([1, 2], 2.0)
     accumulating = gs.optimizers.SGD(0.5, gradient_accumulation_steps=2)
@@ -716,7 +729,7 @@ def test_apply_gradients_takes_pairs():
 def test_assignments(method, expected):
     """These methods set, add to, and subtract from a model or optimizer variable."""
     opt = wrapped()
-    for variable in (gs.Variable([1.0, 2.0]), opt.add_variable((2,), lambda *_: [1.0, 2.0])):
+    for variable in (Variable([1.0, 2.0]), opt.add_variable((2,), lambda *_: [1.0, 2.0])):
         getattr(opt, method)(variable, jnp.array([0.5, 0.25]))
         assert numbers([variable]) == [expected]
 
@@ -727,14 +740,14 @@ def test_assignments(method, expected):
 @row(1, "build")
 def test_build_creates_the_state():
     """`build` creates the state; unlike in Keras, a second call does nothing."""
-    w, opt = gs.Variable([1.0, 2.0]), wrapped(gs.optimizers.SGD(0.5, momentum=0.9))
+    w, opt = Variable([1.0, 2.0]), wrapped(gs.optimizers.SGD(0.5, momentum=0.9))
     assert len(opt.variables) == 4
     opt.build([w])
     before = list(opt.variables)
     assert [v.shape for v in before] == [(), (), (), (), (2,)]
     opt.build([w])
     assert all(a is b for a, b in zip(opt.variables, before, strict=True))
-    failing(ValueError, "built with", opt.build, [gs.Variable(1.0)])
+    failing(ValueError, "built with", opt.build, [Variable(1.0)])
 
 
 # ── check_finite ─────────────────────────────────────────────────────────────────────────────
@@ -758,7 +771,7 @@ def test_check_finite():
 def test_exclude_from_weight_decay(names):
     """Variables in `var_list`, or with a word of `var_names` in their name, do not decay."""
     opt = wrapped(gs.optimizers.SGD(0.5, weight_decay=0.5))
-    bias, kernel = gs.Variable(1.0, name="bias"), gs.Variable(1.0, name="kernel")
+    bias, kernel = Variable(1.0, name="bias"), Variable(1.0, name="kernel")
     opt.exclude_from_weight_decay(None if names else [bias], names)
     opt.apply([0.0, 0.0], [bias, kernel])
     assert (float(bias), float(kernel)) == (1.0, 1.0 - 0.5 * 0.5)
@@ -766,7 +779,7 @@ def test_exclude_from_weight_decay(names):
 
 def test_a_word_may_have_any_characters():
     """A word of `var_names` matches literally, even with special characters."""
-    w, opt = gs.Variable(1.0, name="w+b"), wrapped(weight_decay=0.5)
+    w, opt = Variable(1.0, name="w+b"), wrapped(weight_decay=0.5)
     opt.exclude_from_weight_decay(var_names=["w+b"])
     opt.apply([0.0], [w])
     assert float(w) == 1.0
@@ -775,7 +788,7 @@ def test_a_word_may_have_any_characters():
 @row(1, "no error: exclude_from_weight_decay after build")
 def test_exclusion_comes_before_build():
     """Excluding after `build` is a ValueError, as Keras's document says; Keras accepts it."""
-    opt, w = wrapped(), gs.Variable(1.0)
+    opt, w = wrapped(), Variable(1.0)
     opt.build([w])
     failing(ValueError, "before build", opt.exclude_from_weight_decay, [w])
 
@@ -787,7 +800,7 @@ def test_exclusion_comes_before_build():
 def test_finalize_variable_values_sets_the_averages():
     """`finalize_variable_values` sets variables to their averages; without EMA it does nothing."""
     opt = wrapped(gs.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5))
-    w, v = gs.Variable(3.0), gs.Variable(1.0)
+    w, v = Variable(3.0), Variable(1.0)
     for _ in range(2):
         opt.minimize(lambda: w * 1.0 + v * 2.0, [w, v])
     opt.finalize_variable_values([w, v])
@@ -798,7 +811,7 @@ def test_finalize_variable_values_sets_the_averages():
 
 def test_finalize_variable_values_of_some_variables_or_before_a_step():
     """Some variables may be set to their averages; where there is none yet, nothing changes."""
-    w, v, opt = gs.Variable(3.0), gs.Variable(1.0), wrapped(gs.optimizers.SGD(1.0, use_ema=True))
+    w, v, opt = Variable(3.0), Variable(1.0), wrapped(gs.optimizers.SGD(1.0, use_ema=True))
     opt.build([w, v])
     opt.finalize_variable_values([w])
     assert float(w) == 3.0
@@ -812,8 +825,8 @@ def test_finalize_variable_values_of_some_variables_or_before_a_step():
 def test_finalize_takes_variables_that_were_trained():
     """`finalize_variable_values` raises ValueError for unknown variables."""
     opt = wrapped(use_ema=True)
-    opt.build([gs.Variable(1.0)])
-    failing(ValueError, "built with", opt.finalize_variable_values, [gs.Variable(1.0)])
+    opt.build([Variable(1.0)])
+    failing(ValueError, "built with", opt.finalize_variable_values, [Variable(1.0)])
 
 
 # ── from_config, get_config ──────────────────────────────────────────────────────────────────
@@ -835,7 +848,7 @@ WRITTEN_BY_KERAS = {
 def test_from_config_creates_the_optimizer():
     """`from_config` reads a configuration, also Keras's, without changing it."""
     config = copy.deepcopy(WRITTEN_BY_KERAS)
-    opt = gs.LossScaleOptimizer.from_config(config)
+    opt = gs.optimizers.LossScaleOptimizer.from_config(config)
     assert config == WRITTEN_BY_KERAS  # there it loses a key
     assert (opt.name, opt.initial_scale, opt.dynamic_growth_steps) == ("mine", 16.0, 3)
     assert one_step(opt) == WEIGHTS - 0.5 * GRADIENTS
@@ -844,7 +857,7 @@ def test_from_config_creates_the_optimizer():
 def test_from_config_reads_what_older_keras_wrote():
     """`from_config` ignores wrapper options at their defaults, which older Keras wrote."""
     unset = {"weight_decay": None, "clipnorm": None, "use_ema": False, "ema_momentum": 0.99}
-    opt = gs.LossScaleOptimizer.from_config({**WRITTEN_BY_KERAS, **unset})
+    opt = gs.optimizers.LossScaleOptimizer.from_config({**WRITTEN_BY_KERAS, **unset})
     assert (opt.weight_decay, opt.use_ema) == (None, False)
 
 
@@ -863,7 +876,7 @@ def test_from_config_takes_custom_objects():
     falling = {"class_name": "Falling", "config": {}}
     config["inner_optimizer"]["config"]["learning_rate"] = falling
     custom = {"Other": Mine, "Falling": Falling}
-    opt = gs.LossScaleOptimizer.from_config(config, custom_objects=custom)
+    opt = gs.optimizers.LossScaleOptimizer.from_config(config, custom_objects=custom)
     assert type(opt.inner_optimizer) is Mine
     assert run(opt, [16.0, 16.0]) == [2.5, 2.25]
 
@@ -877,10 +890,10 @@ def test_from_config_takes_a_rate_that_is_a_function_of_custom_objects():
         "config": "rate",
         "registered_name": "function",
     }
-    opt = gs.LossScaleOptimizer.from_config(config, custom_objects={"rate": lambda: 0.5})
+    opt = gs.optimizers.LossScaleOptimizer.from_config(config, custom_objects={"rate": lambda: 0.5})
     assert one_step(opt) == WEIGHTS - 0.5 * GRADIENTS
     with pytest.raises(ValueError, match="the function 'rate' in custom_objects"):
-        gs.LossScaleOptimizer.from_config(config)
+        gs.optimizers.LossScaleOptimizer.from_config(config)
 
 
 def test_from_config_takes_the_class_of_the_module_that_is_written():
@@ -893,7 +906,7 @@ def test_from_config_takes_the_class_of_the_module_that_is_written():
         pass
 
     assert SGD in gs.optimizers.Optimizer.__subclasses__()
-    opt = gs.LossScaleOptimizer.from_config(WRITTEN_BY_KERAS)
+    opt = gs.optimizers.LossScaleOptimizer.from_config(WRITTEN_BY_KERAS)
     assert type(opt.inner_optimizer) is gs.optimizers.SGD
     rate = {
         "module": "keras.optimizers.schedules",
@@ -913,21 +926,24 @@ def test_get_config_is_a_serializable_dictionary():
     assert {key: config[key] for key in expected} == expected
     inner = config["inner_optimizer"]["config"]
     assert (inner["weight_decay"], "clipnorm" in inner, "weight_decay" in config) == (0.5, 0, 0)
-    assert gs.LossScaleOptimizer.from_config(json.loads(json.dumps(config))).get_config() == config
+    assert (
+        gs.optimizers.LossScaleOptimizer.from_config(json.loads(json.dumps(config))).get_config()
+        == config
+    )
 
 
 def test_a_configuration_has_no_state():
     """A configuration has no state: the new optimizer starts from the beginning."""
     opt = wrapped(scale=8.0)
     run(opt, [8.0, np.inf])
-    again = gs.LossScaleOptimizer.from_config(opt.get_config())
+    again = gs.optimizers.LossScaleOptimizer.from_config(opt.get_config())
     assert (float(again.loss_scale), int(again.iterations), again.built) == (8.0, 0, False)
 
 
 def test_a_subclass_adds_hyperparameters_to_get_config():
     """`from_config` passes what a subclass adds in `get_config` to its constructor."""
 
-    class Mine(gs.LossScaleOptimizer):
+    class Mine(gs.optimizers.LossScaleOptimizer):
         def __init__(self, *args, patience=1, **kwargs):
             super().__init__(*args, **kwargs)
             self.patience = patience
@@ -947,7 +963,7 @@ def test_a_subclass_adds_hyperparameters_to_get_config():
 def test_state_moves_to_another_optimizer(way):
     """Training continues from saved or set weights; Keras's `set_weights` forgets inner state."""
     (w, opt), (other_w, other) = runs = [
-        (gs.Variable(3.0), wrapped(gs.optimizers.SGD(0.5, momentum=0.9))) for _ in range(2)
+        (Variable(3.0), wrapped(gs.optimizers.SGD(0.5, momentum=0.9))) for _ in range(2)
     ]
     for variable, each in runs:
         each.build([variable])
@@ -966,7 +982,7 @@ def test_state_moves_to_another_optimizer(way):
 def test_load_own_variables_loads_all_or_nothing():
     """A store of another length is a ValueError and loads nothing; Keras only warns."""
     opt, store = wrapped(gs.optimizers.SGD(0.5, momentum=0.9)), {}
-    opt.build([gs.Variable(1.0)])
+    opt.build([Variable(1.0)])
     opt.save_own_variables(store)
     before = numbers(opt.variables)
     changed = {key: array + 1 for key, array in store.items()}
@@ -987,7 +1003,7 @@ def test_set_weights_needs_build():
 def test_set_weights_checks_shapes():
     """A wrong shape or too short a list is a ValueError and sets nothing."""
     opt = wrapped(gs.optimizers.SGD(0.5, momentum=0.9))
-    opt.build([gs.Variable([1.0, 2.0])])
+    opt.build([Variable([1.0, 2.0])])
     before = numbers(opt.variables)
     failing(ValueError, r"shape \(2,\)", opt.set_weights, [1, 2.0, 3, 4.0, [1.0, 2.0, 3.0]])
     failing(ValueError, "Expected 5 weights", opt.set_weights, [1, 2.0, 3, 4.0])
@@ -1005,7 +1021,7 @@ def test_a_whole_number_of_any_dtype_is_a_count(make, count):
     """`set_weights` takes a count that is saved as a floating number; nothing is set by a fraction
     or by what the integers do not hold."""
     opt = make()
-    opt.build([gs.Variable(1.0)])
+    opt.build([Variable(1.0)])
     weights = numbers(opt.variables)
     place = next(i for i, v in enumerate(opt.variables) if v.name.endswith("iteration"))
     opt.set_weights([*weights[:place], count, *weights[place + 1 :]])
@@ -1023,7 +1039,7 @@ def test_a_whole_number_of_any_dtype_is_a_count(make, count):
 @row("differences", "a loss in float16")
 def test_scale_loss_scales_in_float32():
     """`scale_loss` works before and after `build`, in float32 or wider."""
-    opt, w = gs.LossScaleOptimizer(gs.optimizers.SGD()), gs.Variable(1.0)
+    opt, w = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()), Variable(1.0)
     for _ in range(2):
         scaled = opt.scale_loss(jnp.float16(4.0))
         assert (scaled.dtype, float(scaled)) == (jnp.float32, 2.0**17)
@@ -1036,13 +1052,13 @@ def test_scale_loss_scales_in_float32():
 @pytest.mark.parametrize("loss", [70000, True, np.int32(70000)])
 def test_scale_loss_of_an_integer(loss):
     """`scale_loss` scales integers and bools in float32."""
-    scaled = gs.LossScaleOptimizer(gs.optimizers.SGD()).scale_loss(loss)
+    scaled = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()).scale_loss(loss)
     assert (scaled.dtype, float(scaled)) == (jnp.float32, int(loss) * 2.0**15)
 
 
 def test_scale_loss_comes_before_the_gradients():
     """Gradients of `scale_loss(loss)` are what `apply` expects."""
-    w, opt = gs.Variable(3.0), wrapped()
+    w, opt = Variable(3.0), wrapped()
     gradient = jax.grad(lambda x: opt.scale_loss(x**2))(w.value())
     assert float(gradient) == 8.0 * 6.0
     opt.apply([gradient], [w])
@@ -1060,7 +1076,7 @@ def test_a_callable_is_no_loss_to_scale():
 @row(1, "stateless_apply")
 def test_stateless_apply_is_pure():
     """`stateless_apply` returns new arrays, also in `jax.jit` and `jax.vmap`."""
-    w, opt = gs.Variable(3.0), wrapped()
+    w, opt = Variable(3.0), wrapped()
     opt.build([w])
     state = [v.value() for v in opt.variables]
     step = jax.jit(opt.stateless_apply)
@@ -1082,7 +1098,7 @@ def test_stateless_apply_needs_build():
 def test_stateless_apply_counts_its_lists():
     """A list of the wrong length is a ValueError that names the list."""
     opt = wrapped()
-    opt.build([gs.Variable(1.0)])
+    opt.build([Variable(1.0)])
     state = [v.value() for v in opt.variables]
     failing(ValueError, "optimizer_variables", opt.stateless_apply, state[:-1], [1.0], [1.0])
     failing(ValueError, "optimizer_variables", opt.stateless_apply, [*state, 1], [1.0], [1.0])
@@ -1096,7 +1112,7 @@ def test_stateless_apply_counts_its_lists():
 @row(1, "update_step")
 def test_update_step_is_the_inner_optimizers():
     """`update_step` applies the inner optimizer's update with an unscaled gradient."""
-    w, opt = gs.Variable(3.0), wrapped(gs.optimizers.SGD(0.5, momentum=0.5))
+    w, opt = Variable(3.0), wrapped(gs.optimizers.SGD(0.5, momentum=0.5))
     opt.build([w])
     for expected in (2.5, 1.75):
         opt.update_step(jnp.float32(2.0), w, jnp.float32(0.25))
@@ -1110,7 +1126,7 @@ def test_update_step_has_to_be_defined():
     class Empty(gs.optimizers.Optimizer):
         pass
 
-    w = gs.Variable(1.0)
+    w = Variable(1.0)
     failing(NotImplementedError, "Empty must define", wrapped(Empty(0.5)).apply, [1.0], [w])
     assert float(w) == 1.0
 
@@ -1122,10 +1138,10 @@ def test_update_step_has_to_be_defined():
 @row("differences", "minimize")
 def test_minimize_returns_the_true_loss():
     """New: `minimize` returns the unscaled float32 loss; in v1 and dtensor, None."""
-    w = gs.Variable(jnp.float16(3.0))
+    w = Variable(jnp.float16(3.0))
     value = wrapped().minimize(lambda: w * w, [w])
     assert (float(value), value.dtype, float(w)) == (9.0, jnp.float32, 0.0)
-    w = gs.Variable(3.0)
+    w = Variable(3.0)
     assert float(tf2.LossScaleOptimizer(gs.optimizers.SGD()).minimize(lambda: w * w, [w])) == 9.0
     opt = v1.MixedPrecisionLossScaleOptimizer(v1.GradientDescentOptimizer(0.5), 8)
     assert opt.minimize(lambda: w * w, var_list=[w]) is None
@@ -1138,7 +1154,7 @@ def test_minimize_trains_variables_that_the_loss_makes():
 
     def loss():
         if not made:
-            made.append(gs.Variable(2.0))
+            made.append(Variable(2.0))
         return made[0] ** 2
 
     wrapped(gs.optimizers.SGD(0.25)).minimize(loss, lambda: made)
@@ -1148,7 +1164,7 @@ def test_minimize_trains_variables_that_the_loss_makes():
 @row(1, "new: compute_gradients")
 def test_compute_gradients_returns_scaled_pairs():
     """New: `compute_gradients` returns scaled pairs, with None for an unused variable."""
-    a, b = gs.Variable(3.0), gs.Variable(4.0)
+    a, b = Variable(3.0), Variable(4.0)
     pairs = wrapped().compute_gradients(lambda: a * a, [a, b])
     assert [(g if g is None else float(g), v) for g, v in pairs] == [(8.0 * 6.0, a), (None, b)]
 
@@ -1157,16 +1173,18 @@ def test_compute_gradients_returns_scaled_pairs():
 
 
 @row(1, "ValueError: decay")
-@pytest.mark.parametrize("make", [gs.optimizers.SGD, Adam, AdamW, gs.LossScaleOptimizer])
+@pytest.mark.parametrize("make", [gs.optimizers.SGD, Adam, AdamW, gs.optimizers.LossScaleOptimizer])
 def test_decay_is_ignored_with_a_warning(make):
     """`decay` has no effect: a number is a warning that says what to write, None is silent. Other
     arguments still count as given."""
-    first = gs.optimizers.SGD(0.5) if make is gs.LossScaleOptimizer else 0.5
+    first = gs.optimizers.SGD(0.5) if make is gs.optimizers.LossScaleOptimizer else 0.5
     with pytest.warns(UserWarning, match="`decay` has no effect.*InverseTimeDecay") as caught:
         opt = make(first, clipnorm=1.0, decay=0.5)
     assert (len(caught), caught[0].filename) == (1, __file__)
     assert (
-        make(gs.optimizers.SGD(0.5) if make is gs.LossScaleOptimizer else 0.5, decay=None).clipnorm
+        make(
+            gs.optimizers.SGD(0.5) if make is gs.optimizers.LossScaleOptimizer else 0.5, decay=None
+        ).clipnorm
         is None
     )
     assert (opt.clipnorm, opt.get_config()["clipnorm"]) == (1.0, 1.0)
@@ -1183,12 +1201,18 @@ def test_an_unknown_keyword(error):
 @row(1, "ValueError: dynamic=False")
 def test_a_fixed_scale_has_to_be_given():
     """`dynamic=False` needs `initial_scale` and refuses `dynamic_growth_steps`."""
-    failing(ValueError, "initial_scale", gs.LossScaleOptimizer, gs.optimizers.SGD(), dynamic=False)
+    failing(
+        ValueError,
+        "initial_scale",
+        gs.optimizers.LossScaleOptimizer,
+        gs.optimizers.SGD(),
+        dynamic=False,
+    )
     arguments = {"initial_scale": 8.0, "dynamic_growth_steps": 2, "dynamic": False}
     failing(
         ValueError,
         "no dynamic_growth_steps",
-        gs.LossScaleOptimizer,
+        gs.optimizers.LossScaleOptimizer,
         gs.optimizers.SGD(),
         **arguments,
     )
@@ -1198,7 +1222,7 @@ def test_a_fixed_scale_has_to_be_given():
 @pytest.mark.parametrize("wrong", ["sgd", None, gs.optimizers.SGD])
 def test_only_an_optimizer_is_wrapped(wrong):
     """Wrapping something other than an optimizer is a TypeError; in Keras, AttributeError."""
-    failing(TypeError, "Expected an optimizer", gs.LossScaleOptimizer, wrong)
+    failing(TypeError, "Expected an optimizer", gs.optimizers.LossScaleOptimizer, wrong)
 
 
 @row(1, "no error: a wrapper is wrapped")
@@ -1277,7 +1301,7 @@ def test_scale_arguments_are_checked():
         failing(ValueError, "dynamic_growth_steps", wrapped, inner, growth=wrong)
     failing(TypeError, "initial_scale", wrapped, inner, True)
     failing(TypeError, "bool for dynamic", wrapped, inner, dynamic=1)
-    failing(TypeError, "LossScale for rule", gs.LossScaleOptimizer, inner, rule=128.0)
+    failing(TypeError, "LossScale for rule", gs.optimizers.LossScaleOptimizer, inner, rule=128.0)
     failing(ValueError, "clipnorm", wrapped, inner, clipnorm=-1.0)
     assert run(wrapped(inner), [8.0]) == [2.5]  # which is still free
 
@@ -1285,7 +1309,7 @@ def test_scale_arguments_are_checked():
 @row(1, "ValueError: all gradients are None")
 def test_some_gradient_is_needed():
     """A step without any gradient is a ValueError and changes nothing."""
-    opt, w = wrapped(), gs.Variable(1.0)
+    opt, w = wrapped(), Variable(1.0)
     opt.build([w])
     before = numbers(opt.variables)
     failing(ValueError, "None for all of", opt.apply_gradients, [(None, w)])
@@ -1295,7 +1319,7 @@ def test_some_gradient_is_needed():
 @row(1, "warning: some gradients are None")
 def test_variables_without_a_gradient_stay():
     """A variable with gradient None keeps its value and slots, with a warning."""
-    a, b = gs.Variable(3.0, name="a"), gs.Variable(4.0, name="b")
+    a, b = Variable(3.0, name="a"), Variable(4.0, name="b")
     opt = wrapped(gs.optimizers.SGD(0.5, momentum=0.5, weight_decay=0.1))
     opt.apply([8.0, 8.0], [a, b])
     before = [float(b), float(opt.inner_optimizer.momentums[1])]
@@ -1309,7 +1333,7 @@ def test_variables_without_a_gradient_stay():
 )
 def test_a_pure_step_warns_of_missing_gradients_too(make):
     """`stateless_apply` warns as `apply` does, at the caller's line."""
-    a, b = gs.Variable(3.0, name="a"), gs.Variable(4.0, name="b")
+    a, b = Variable(3.0, name="a"), Variable(4.0, name="b")
     opt = make()
     opt.build([a, b])
     state, weights = ([v.value() for v in variables] for variables in (opt.variables, [a, b]))
@@ -1323,8 +1347,8 @@ def test_a_pure_step_warns_of_missing_gradients_too(make):
 def test_a_variable_has_to_be_known():
     """A variable that the optimizer was not built with is a ValueError."""
     opt = wrapped()
-    opt.build([gs.Variable(1.0)])
-    failing(ValueError, "built with.*got 'new'", opt.apply, [1.0], [gs.Variable(1.0, name="new")])
+    opt.build([Variable(1.0)])
+    failing(ValueError, "built with.*got 'new'", opt.apply, [1.0], [Variable(1.0, name="new")])
 
 
 @row(1, "ValueError: apply without variables before build")
@@ -1336,7 +1360,7 @@ def test_apply_without_variables_needs_build():
 @row(1, "ValueError: a wrong number of gradients")
 def test_there_is_a_gradient_for_each_variable():
     """A wrong number of gradients is a ValueError."""
-    opt, w = wrapped(), gs.Variable(1.0)
+    opt, w = wrapped(), Variable(1.0)
     failing(ValueError, "Expected 1 gradients", opt.apply, [1.0, 2.0], [w])
     opt.build([w])
     failing(ValueError, "Expected 1 gradients", opt.apply, [1.0, 2.0])
@@ -1361,7 +1385,7 @@ def test_what_keras_refuses_with_a_value_error_is_one_here(call, match):
 
 def test_names_of_slots_need_as_many_initializers():
     """As in Keras, another number of initializers is a ValueError, which names both."""
-    opt, w = gs.optimizers.SGD(), gs.Variable(1.0)
+    opt, w = gs.optimizers.SGD(), Variable(1.0)
     failing(
         ValueError,
         r"initializer for each of \['a', 'b'\]; got 1",
@@ -1403,7 +1427,10 @@ def v1_scaled(scale):
 @pytest.mark.parametrize(
     ("make", "low"),
     [
-        (lambda scale: gs.LossScaleOptimizer(gs.optimizers.SGD(0.0), scale, 1), 2.0**-24),
+        (
+            lambda scale: gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.0), scale, 1),
+            2.0**-24,
+        ),
         (
             lambda s: tf2_scaled(gs.optimizers.SGD(0.0), initial_scale=s, dynamic_growth_steps=1),
             1.0,
@@ -1414,7 +1441,7 @@ def v1_scaled(scale):
 )
 def test_the_scale_stays_finite_and_positive(make, low):
     """The scale stays between a positive bound and 2**126; Keras's becomes inf or 0."""
-    w, up, down = gs.Variable(1.0), make(2.0**125), make(4 * low)
+    w, up, down = Variable(1.0), make(2.0**125), make(4 * low)
     for _ in range(4):
         up.apply_gradients([(1.0, w)])
         down.apply_gradients([(np.inf, w)])
@@ -1428,7 +1455,7 @@ def test_the_scale_stays_finite_and_positive(make, low):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: gs.LossScaleOptimizer(gs.optimizers.SGD(0.5), 8.0, dynamic=False),
+        lambda: gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.5), 8.0, dynamic=False),
         lambda: gs.optimizers.SGD(0.5, loss_scale_factor=8.0),
         lambda: tf2_scaled(gs.optimizers.SGD(0.5), dynamic=False, initial_scale=8),
         lambda: experimental.LossScaleOptimizer(
@@ -1440,7 +1467,7 @@ def test_the_scale_stays_finite_and_positive(make, low):
 )
 def test_a_fixed_scale_skips_nonfinite_steps(make):
     """Every class skips NaN gradients with a fixed scale; the originals apply them."""
-    w, opt = gs.Variable(3.0), make()
+    w, opt = Variable(3.0), make()
     opt.minimize(lambda: w * 1.0, var_list=[w])
     opt.apply_gradients([(np.nan, w)])
     assert float(w) == 2.5
@@ -1474,7 +1501,7 @@ def test_a_configuration_has_the_rate_as_it_was_written():
 def test_a_schedule_waits_while_steps_are_skipped(wrap, rate):
     """A skipped step does not advance a schedule, except in the TensorFlow 2 classes."""
     opt = wrap(gs.optimizers.SGD(gs.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)))
-    opt.apply_gradients([(np.nan, gs.Variable(1.0))])
+    opt.apply_gradients([(np.nan, Variable(1.0))])
     assert float(opt.inner_optimizer.learning_rate) == rate
 
 
@@ -1490,7 +1517,7 @@ def test_a_schedule_waits_while_steps_are_skipped(wrap, rate):
 )
 def test_averages_start_with_the_first_result(make):
     """Averages start with the first step's result; TensorFlow 2 includes the initial weights."""
-    w, opt = gs.Variable(3.0), make(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
+    w, opt = Variable(3.0), make(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
     for _ in range(2):
         opt.minimize(lambda: w * 1.0, [w])
     assert float(w) == 0.5 * 2.0 + 0.5 * 1.0
@@ -1499,7 +1526,7 @@ def test_averages_start_with_the_first_result(make):
 @row("differences", "moving averages")
 def test_averages_of_a_skipped_first_step_are_the_weights():
     """If the first step is skipped, the average is that of the weights."""
-    w, opt = gs.Variable(3.0), wrapped(use_ema=True)
+    w, opt = Variable(3.0), wrapped(use_ema=True)
     opt.apply([np.nan], [w])
     opt.finalize_variable_values([w])
     assert float(w) == 3.0
@@ -1529,7 +1556,7 @@ every_kind = pytest.mark.parametrize("make", OF_EVERY_KIND.values(), ids=OF_EVER
 @every_kind
 def test_the_variables_are_those_of_build(make):
     """Difference: a later step cannot add a variable; `build` with all variables helps."""
-    a, b = gs.Variable(1.0, name="a"), gs.Variable(1.0, name="b")
+    a, b = Variable(1.0, name="a"), Variable(1.0, name="b")
     opt = make()
     opt.minimize(lambda: a**2, var_list=[a])
     with pytest.raises(ValueError, match=r"\['a'\]; got 'b'\. Call `build` with all variables"):
@@ -1547,7 +1574,7 @@ def test_the_variables_are_those_of_build(make):
 @every_kind
 def test_a_variable_is_in_the_pairs_once(make):
     """Difference: two gradients of one variable are an error that says to add them."""
-    w = gs.Variable(1.0, name="w")
+    w = Variable(1.0, name="w")
     with pytest.raises(ValueError, match=r"once in grads_and_vars; got 'w' twice\. Add its grad"):
         make().apply_gradients([(1.0, w), (1.0, w)])
     assert float(w) == 1.0
@@ -1560,7 +1587,7 @@ def test_a_variable_is_in_the_pairs_once(make):
 def test_a_count_beyond_the_period_leads_to_growth():
     """A loaded step count above the period leads to growth; in Keras it prevents it."""
     opt = wrapped(growth=2)
-    opt.build([gs.Variable(1.0)])
+    opt.build([Variable(1.0)])
     opt.set_weights([7, 8.0, 0, 0.5])
     opt.apply([1.0])
     assert (float(opt.loss_scale), int(opt.step_counter)) == (16.0, 0)
@@ -1569,7 +1596,7 @@ def test_a_count_beyond_the_period_leads_to_growth():
 @row(1, "ema_overwrite_frequency")
 def test_overwriting_keeps_infinite_weights():
     """Overwriting with averages keeps a weight of inf; in Keras it becomes NaN."""
-    w = gs.Variable([np.inf, 1.0])
+    w = Variable([np.inf, 1.0])
     opt = gs.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
     for _ in range(2):
         opt.apply([[0.0, 0.0]], [w])
@@ -1580,7 +1607,7 @@ def test_overwriting_keeps_infinite_weights():
 @pytest.mark.filterwarnings("ignore:No gradient for")
 def test_accumulation_keeps_the_sum_of_a_variable_without_gradient():
     """A variable without a gradient keeps its accumulated sum for the next update."""
-    a, b = gs.Variable(3.0), gs.Variable(3.0)
+    a, b = Variable(3.0), Variable(3.0)
     opt = gs.optimizers.SGD(0.5, gradient_accumulation_steps=2)
     for grads in ([1.0, 1.0], [1.0, None], [1.0, 1.0], [1.0, 2.0]):
         opt.apply(grads, [a, b])
@@ -1608,9 +1635,7 @@ def test_default_names_are_those_of_the_class():
 @pytest.mark.parametrize("gradient", [jnp.int32(2), jnp.bool_(True)])
 def test_gradients_are_floating(gradient):
     """Difference: an integer or a bool is no gradient, which Keras accepts."""
-    failing(
-        TypeError, "floating dtype", gs.optimizers.SGD(0.5).apply, [gradient], [gs.Variable(1.0)]
-    )
+    failing(TypeError, "floating dtype", gs.optimizers.SGD(0.5).apply, [gradient], [Variable(1.0)])
 
 
 @row("differences", "sparse gradients (BCOO)")
@@ -1618,7 +1643,7 @@ def test_sparse_gradients_are_named():
     """Difference: a sparse gradient is an error that says how to make it dense, also in Keras."""
     sparse = BCOO.fromdense(jnp.array([8.0, 0.0]))
     for opt in (gs.optimizers.SGD(0.5), wrapped()):
-        failing(TypeError, r"todense\(\)", opt.apply, [sparse], [gs.Variable([1.0, 1.0])])
+        failing(TypeError, r"todense\(\)", opt.apply, [sparse], [Variable([1.0, 1.0])])
     keras = pytest.importorskip("keras")
     from gainstage.interop.keras import LossScaleOptimizer
 
@@ -1646,7 +1671,7 @@ def test_a_wrapped_nadam_steps_as_one_alone():
 @row(1, "no error: build with an integer variable, or with none")
 def test_variables_are_floating_and_some():
     """Difference: an integer variable, or no variable, cannot be trained."""
-    failing(TypeError, "got 'step' of dtype int32", wrapped().build, [gs.Variable(1, name="step")])
+    failing(TypeError, "got 'step' of dtype int32", wrapped().build, [Variable(1, name="step")])
     failing(ValueError, "at least one variable", wrapped().build, [])
 
 
@@ -1657,7 +1682,7 @@ def test_variables_are_floating_and_some():
 def test_what_decides_on_state_is_set_before_build(name, before, after):
     """Difference: Keras accepts a change of these, also where averages or a window are lost."""
     opt = gs.optimizers.SGD(0.5, **{name: before})
-    opt.build([gs.Variable(1.0)])
+    opt.build([Variable(1.0)])
     failing(ValueError, f"{name} to be set before", setattr, opt, name, after)
     assert getattr(opt, name) == before
 
@@ -1703,7 +1728,7 @@ def test_a_clip_option_is_above_0():
 @row("differences", "overwrite_with_gradient of a variable")
 def test_a_variable_that_is_overwritten_is_refused():
     """Difference: `overwrite_with_gradient` is an error that names the module for Keras."""
-    w, opt = gs.Variable(1.0, name="w"), wrapped()
+    w, opt = Variable(1.0, name="w"), wrapped()
     w.overwrite_with_gradient = True
     failing(ValueError, r"'w' has overwrite_with_gradient.*interop\.keras", opt.build, [w])
     assert not opt.built
@@ -1761,7 +1786,7 @@ def test_the_inner_optimizer_ends_the_training():
         def get_slot_names(self):
             return ["mine"]
 
-    w, opt = gs.Variable(3.0), gs.LossScaleOptimizer(Named(0.1))
+    w, opt = Variable(3.0), gs.optimizers.LossScaleOptimizer(Named(0.1))
     opt.minimize(lambda: w**2, [w])
     opt.finalize_variable_values([w])
     assert (float(w), opt.get_slot_names()) == (2.0, ["mine"])
@@ -1775,7 +1800,7 @@ def test_an_inner_class_that_takes_its_own_step_is_refused():
         def apply(self, grads, trainable_variables=None, **_):
             super().apply([g * 0.5 for g in grads], trainable_variables)
 
-    failing(TypeError, "Half overrides apply", gs.LossScaleOptimizer, Half(0.1))
+    failing(TypeError, "Half overrides apply", gs.optimizers.LossScaleOptimizer, Half(0.1))
 
 
 AVERAGED = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
@@ -1803,8 +1828,8 @@ def waits():
 def test_the_constraint_of_a_variable_without_a_gradient_waits(make, options):
     """Only variables with a gradient are projected, in every way to take a step; the others, which
     may not fulfill their constraint yet, do not change."""
-    a = gs.Variable([3.0, 4.0], constraint=lambda x: x / jnp.linalg.norm(x))
-    b = gs.Variable(4.0, constraint=lambda x: jnp.minimum(x, 2.0))
+    a = Variable([3.0, 4.0], constraint=lambda x: x / jnp.linalg.norm(x))
+    b = Variable(4.0, constraint=lambda x: jnp.minimum(x, 2.0))
     opt = make(a, b, **options)
     opt.build([a, b])
     opt.minimize(lambda: b * 1.0, [a, b])
@@ -1815,7 +1840,9 @@ def test_the_constraint_of_a_variable_without_a_gradient_waits(make, options):
     state = [v.value() for v in opt.variables]
     new, _ = opt.stateless_apply(state, [None, opt.scale_loss(1.0)], [a.value(), b.value()])
     assert new[0].tolist() == [3.0, 4.0]
-    step = gs.jit(lambda: opt.minimize(lambda: b * 1.0, [a, b]), state=([a, b], opt.variables))
+    step = gs.optimizers.jit(
+        lambda: opt.minimize(lambda: b * 1.0, [a, b]), state=([a, b], opt.variables)
+    )
     step()
     assert a.tolist() == [3.0, 4.0]
     opt.minimize(lambda: a.sum() * 0.0, [a, b])

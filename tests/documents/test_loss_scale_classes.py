@@ -11,7 +11,7 @@ import pytest
 import gainstage as gs
 from gainstage.compat import experimental, v1
 from gainstage.compat.experimental import DynamicLossScale, FixedLossScale, LossScale
-from gainstage.optimizers import SGD
+from gainstage.optimizers import SGD, LossScaleOptimizer, Variable
 
 from rows import row
 
@@ -91,7 +91,7 @@ def test_calling_a_scale_returns_a_float32_scalar(make):
 @row(5, "LossScale.__call__", "LossScale.update")
 def test_an_optimizer_uses_the_scale_of_a_subclass():
     """An optimizer scales by what a subclass returns, and applies gradients if `update` says so."""
-    w, step, scale = gs.Variable(4.0), gs.Variable(0), EveryOther(32.0)
+    w, step, scale = Variable(4.0), Variable(0), EveryOther(32.0)
     opt = v1.MixedPrecisionLossScaleOptimizer(v1.GradientDescentOptimizer(1.0), scale)
     weights = []
     for _ in range(3):
@@ -103,11 +103,11 @@ def test_an_optimizer_uses_the_scale_of_a_subclass():
 
 def test_a_compiled_step_keeps_the_state_of_a_subclass_in_a_variable():
     """A number that `update` sets would be set once, when the step is compiled: it is refused, and
-    unchanged. A `gs.Variable` works."""
+    unchanged. A `gs.optimizers.Variable` works."""
 
     class Halved(EveryOther):
         def update(self, grads):
-            if isinstance(self.value, gs.Variable):
+            if isinstance(self.value, Variable):
                 self.value.assign(self.value.value() / 2)
             else:
                 self.value = self.value / 2
@@ -116,18 +116,22 @@ def test_a_compiled_step_keeps_the_state_of_a_subclass_in_a_variable():
         def __call__(self):
             return jnp.asarray(self.value, jnp.float32)
 
-    for value in (64.0, gs.Variable(64.0, trainable=False)):
-        w, scale = gs.Variable(4.0), Halved(value)
+    for value in (64.0, Variable(64.0, trainable=False)):
+        w, scale = Variable(4.0), Halved(value)
         opt = v1.MixedPrecisionLossScaleOptimizer(v1.GradientDescentOptimizer(1.0), scale)
         opt.build([w])
         state = [w, *opt.variables()]
-        step = gs.jit(lambda opt=opt, w=w: opt.minimize(lambda: w * 1.0, var_list=[w]), state)
-        if isinstance(value, gs.Variable):
+        step = gs.optimizers.jit(
+            lambda opt=opt, w=w: opt.minimize(lambda: w * 1.0, var_list=[w]), state
+        )
+        if isinstance(value, Variable):
             step()
             step()
             assert (float(scale()), float(w)) == (16.0, 2.0)
         else:
-            with pytest.raises(ValueError, match=r"Write self.value = gainstage.Variable"):
+            with pytest.raises(
+                ValueError, match=r"Write self.value = gainstage.optimizers.Variable"
+            ):
                 step()
             assert scale.value == 64.0
 
@@ -140,7 +144,7 @@ def test_a_subclass_of_a_concrete_class_decides():
             super().update(grads)
             return None, False
 
-    w, scale = gs.Variable(1.0), Never(16.0, 1)
+    w, scale = Variable(1.0), Never(16.0, 1)
     opt = v1.MixedPrecisionLossScaleOptimizer(v1.GradientDescentOptimizer(0.5), scale)
     opt.apply_gradients([(1.0, w)])
     assert (float(w), float(scale())) == (1.0, 32.0)
@@ -183,9 +187,9 @@ def test_the_scale_changes_only_when_update_is_called():
 
 
 def test_a_compiled_update_changes_the_scale():
-    """Inside `gs.jit` the update takes effect whenever the compiled function runs."""
+    """Inside `gs.optimizers.jit` the update takes effect whenever the compiled function runs."""
     scale = DynamicLossScale(8.0, 2)
-    update = gs.jit(lambda gradient: scale.update([gradient])[1], state=scale.variables)
+    update = gs.optimizers.jit(lambda gradient: scale.update([gradient])[1], state=scale.variables)
     applied, after = [], []
     for gradient in (1.0, 1.0, INF):
         applied.append(bool(update(gradient)))
@@ -243,8 +247,8 @@ def test_the_value_is_a_number(value):
 
 
 def test_a_fixed_scale_works_with_an_optimizer_of_this_library():
-    """`gs.LossScaleOptimizer` takes a live fixed scale as its rule."""
-    opt, w = gs.LossScaleOptimizer(SGD(0.5), rule=FixedLossScale(7)), gs.Variable(3.0)
+    """`gs.optimizers.LossScaleOptimizer` takes a live fixed scale as its rule."""
+    opt, w = LossScaleOptimizer(SGD(0.5), rule=FixedLossScale(7)), Variable(3.0)
     assert float(opt.minimize(lambda: w * 2.0, [w])) == 6.0
     assert (float(w), float(opt.loss_scale)) == (2.0, 7.0)
 
@@ -304,7 +308,7 @@ def test_a_non_finite_gradient_lowers_the_scale():
 
 def test_an_optimizer_does_not_apply_the_gradients_of_such_a_step():
     """A step with a non-finite gradient moves no weight, and the live scale itself falls."""
-    w, scale = gs.Variable(1.0), DynamicLossScale(16.0)
+    w, scale = Variable(1.0), DynamicLossScale(16.0)
     scale.update([INF])
     opt = v1.MixedPrecisionLossScaleOptimizer(v1.GradientDescentOptimizer(0.5), scale)
     assert float(opt.loss_scale) == 8.0

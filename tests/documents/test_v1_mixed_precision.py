@@ -16,7 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import gainstage as gs
 from gainstage.compat import v1
-from gainstage.optimizers import SGD
+from gainstage.optimizers import SGD, Variable
 
 from rows import row
 
@@ -31,14 +31,14 @@ def wrapped(loss_scale=8, inner=None):
 
 def stepped(opt):
     """The weight 3 after a first step on the gradient 2; with plain descent at 0.5 it is 2."""
-    w = gs.Variable(3.0)
+    w = Variable(3.0)
     opt.minimize(lambda: w * 2.0, var_list=[w])
     return float(w)
 
 
 def weights_after(opt, gradients):
     """The weight 3 after each step on one of these gradients."""
-    w, seen = gs.Variable(3.0), []
+    w, seen = Variable(3.0), []
     for gradient in gradients:
         opt.apply_gradients([(gradient, w)])
         seen.append(float(w))
@@ -71,7 +71,7 @@ probe.defvjp(lambda x: (x, None), note)
 
 def test_each_intermediate_gradient_is_multiplied_by_the_scale():
     """Between loss and weights every gradient is the scale times the true gradient."""
-    w = gs.Variable(1.0)
+    w = Variable(1.0)
     passed.clear()
     ((gradient, _),) = wrapped(8).compute_gradients(lambda: probe(w * 2.0) * 3.0, [w])
     jax.effects_barrier()
@@ -94,7 +94,7 @@ def test_update_of_every_scale_of_ones_own_is_called():
         def update(self, grads):
             return None, False
 
-    w, opt = gs.Variable(3.0), v1.GradientDescentOptimizer(0.5)
+    w, opt = Variable(3.0), v1.GradientDescentOptimizer(0.5)
     v1.MixedPrecisionLossScaleOptimizer(opt, Never(8)).apply_gradients([(1.0, w)])
     assert float(w) == 3.0
 
@@ -102,7 +102,7 @@ def test_update_of_every_scale_of_ones_own_is_called():
 @row(2, "compute_gradients")
 def test_small_gradients_do_not_underflow_in_float16():
     """A gradient that float16 rounds to 0 comes out right if the loss is scaled."""
-    w = gs.Variable(3.0)
+    w = Variable(3.0)
 
     def loss():
         return (w.value().astype("float16") * np.float16(2.0**-24)).astype("float32") / 64
@@ -167,7 +167,7 @@ def test_a_scale_of_your_own_sees_only_gradients_that_fit():
     class Mine(v1.DynamicLossScale):
         pass
 
-    w, scale = gs.Variable([1.0, 2.0]), Mine(16.0)
+    w, scale = Variable([1.0, 2.0]), Mine(16.0)
     with pytest.raises(ValueError, match="Expected"):
         wrapped(scale).apply_gradients([(np.array([INF]), w)])
     assert float(scale()) == 16.0
@@ -205,7 +205,7 @@ def test_the_name_is_used_for_the_accumulators(make, names):
     """The accumulators are called after the variable and the optimizer's name."""
     for arguments in ({}, {"name": "acc"}):
         inner = make(**arguments)
-        opt, w = wrapped(8, inner), gs.Variable(3.0, name="w")
+        opt, w = wrapped(8, inner), Variable(3.0, name="w")
         opt.apply_gradients([(1.0, w)])
         slots = [opt.get_slot(w, slot).name for slot in opt.get_slot_names()]
         assert slots == [name.format(inner.get_name()) for name in names]
@@ -262,7 +262,7 @@ def test_another_loss_scale_is_refused(scale):
 
 def test_gradients_are_applied_if_all_are_finite():
     """One non-finite value in one gradient keeps every variable as it is."""
-    a, b = gs.Variable([1.0, 1.0]), gs.Variable(1.0)
+    a, b = Variable([1.0, 1.0]), Variable(1.0)
     opt = wrapped("dynamic")
     for first, second, after in (
         ([1.0, 1.0], NAN, [[1.0, 1.0], 1.0]),
@@ -277,7 +277,7 @@ def test_gradients_are_applied_if_all_are_finite():
 @pytest.mark.parametrize("scale", [8, "dynamic"])
 def test_a_skipped_step_does_not_increment_global_step(scale):
     """`global_step` grows by one after an update, and not in a skipped step."""
-    w, opt, step = gs.Variable(3.0), wrapped(scale), gs.Variable(5)
+    w, opt, step = Variable(3.0), wrapped(scale), Variable(5)
     counts = []
     for gradient in (1.0, INF, 1.0):
         opt.apply_gradients([(gradient, w)], global_step=step)
@@ -288,8 +288,8 @@ def test_a_skipped_step_does_not_increment_global_step(scale):
 @pytest.mark.parametrize("step", [0, jnp.int32(0)])
 def test_global_step_is_a_variable(step):
     """A `global_step` that cannot be incremented is a TypeError, and no step is taken."""
-    w = gs.Variable(1.0)
-    with pytest.raises(TypeError, match=r"Expected a gainstage\.Variable for global_step"):
+    w = Variable(1.0)
+    with pytest.raises(TypeError, match=r"optimizers\.Variable for global_step"):
         wrapped().apply_gradients([(1.0, w)], global_step=step)
     assert float(w) == 1.0
 
@@ -297,7 +297,7 @@ def test_global_step_is_a_variable(step):
 @row(2, "apply_gradients(grads_and_vars)")
 def test_pairs_are_those_of_compute_gradients():
     """`grads_and_vars` are unscaled (gradient, variable) pairs, also from an iterator."""
-    a, b = gs.Variable(3.0), gs.Variable(3.0)
+    a, b = Variable(3.0), Variable(3.0)
     opt = wrapped()
     opt.apply_gradients(opt.compute_gradients(lambda: a * 2.0 + b, [a, b]))
     opt.apply_gradients(grads_and_vars=zip([2.0, 1.0], [a, b], strict=True))
@@ -307,7 +307,7 @@ def test_pairs_are_those_of_compute_gradients():
 @row(2, "apply_gradients(name)")
 def test_the_name_of_the_operation_is_optional():
     """`name` is that of an operation. Difference: there is none, so it has no effect."""
-    w, opt = gs.Variable(3.0), wrapped()
+    w, opt = Variable(3.0), wrapped()
     opt.apply_gradients([(2.0, w)], None, "step")
     assert (float(w), opt.get_name()) == (2.0, "GradientDescent")
 
@@ -315,13 +315,13 @@ def test_the_name_of_the_operation_is_optional():
 @row(2, "apply_gradients")
 def test_apply_gradients_returns_nothing():
     """Difference: there is no operation to return, so the result is None, as in eager mode."""
-    assert wrapped().apply_gradients([(1.0, gs.Variable(1.0))]) is None
+    assert wrapped().apply_gradients([(1.0, Variable(1.0))]) is None
 
 
 @row(2, "RuntimeError: the distributed form must be used")
 def test_gradients_that_differ_between_devices_are_refused():
     """Gradients that were not reduced over the devices of a `shard_map` are a RuntimeError."""
-    w, opt = gs.Variable(1.0, name="w"), wrapped()
+    w, opt = Variable(1.0, name="w"), wrapped()
     opt.apply_gradients([(0.0, w)])
     state = ([w], opt.variables())
     values = jax.tree.map(lambda v: v.numpy(), state)
@@ -329,7 +329,9 @@ def test_gradients_that_differ_between_devices_are_refused():
 
     def run(reduce):
         def local(gradient):
-            step = gs.functionalize(lambda: opt.apply_gradients([(reduce(gradient[0]), w)]), state)
+            step = gs.optimizers.functionalize(
+                lambda: opt.apply_gradients([(reduce(gradient[0]), w)]), state
+            )
             return step(values)[1][0][0]
 
         specs = {"in_specs": PartitionSpec("x"), "out_specs": PartitionSpec()}
@@ -348,7 +350,7 @@ def test_gradients_that_differ_between_devices_are_refused():
 @row(2, "compute_gradients(loss)")
 def test_the_loss_is_a_callable_without_arguments():
     """`loss` is called without arguments; the elements of a loss that is no scalar are summed."""
-    w = gs.Variable([1.0, 2.0])
+    w = Variable([1.0, 2.0])
     for opt in (v1.GradientDescentOptimizer(0.5), wrapped()):
         ((gradient, _),) = opt.compute_gradients(lambda: w**2, [w])
         assert gradient.tolist() == [2.0, 4.0]
@@ -358,7 +360,7 @@ def test_the_loss_is_a_callable_without_arguments():
 @pytest.mark.parametrize("variables", [list, tuple, iter, lambda pair: lambda: pair])
 def test_var_list_is_a_list_or_a_tuple(variables):
     """`var_list` is a list or tuple of variables; here also a callable that returns one."""
-    a, b = gs.Variable(1.0), gs.Variable(3.0)
+    a, b = Variable(1.0), Variable(3.0)
     pairs = wrapped().compute_gradients(lambda: a * b, var_list=variables([a, b]))
     assert pairs_of(pairs) == [(3.0, a), (1.0, b)]
 
@@ -368,16 +370,16 @@ def test_var_list_is_a_list_or_a_tuple(variables):
 def test_without_var_list_all_trainable_variables_that_the_loss_reads_are_taken(make):
     """The default is every trainable floating variable that the loss reads, in the order in which
     they were created."""
-    a, b, count = gs.Variable(1.0), gs.Variable(3.0), gs.Variable(4)
-    frozen = gs.Variable(2.0, trainable=False)
+    a, b, count = Variable(1.0), Variable(3.0), Variable(4)
+    frozen = Variable(2.0, trainable=False)
     pairs = make().compute_gradients(lambda: b * frozen + a * count)
     assert pairs_of(pairs) == [(4.0, a), (2.0, b)]
 
 
 def test_a_copy_of_a_variable_is_created_after_it():
     """A copy, or an unpickled variable, stands where it was made in the order of creation."""
-    w = gs.Variable(1.0)
-    copies = [copy.deepcopy(w), copy.copy(w), pickle.loads(pickle.dumps(w)), gs.Variable(1.0)]
+    w = Variable(1.0)
+    copies = [copy.deepcopy(w), copy.copy(w), pickle.loads(pickle.dumps(w)), Variable(1.0)]
     pairs = wrapped().compute_gradients(lambda: sum(v * 2.0 for v in [*copies, w][::-1]))
     assert [v for _, v in pairs] == [w, *copies]
 
@@ -386,7 +388,7 @@ def test_a_copy_of_a_variable_is_created_after_it():
 @pytest.mark.parametrize("gate", ["GATE_NONE", "GATE_OP", "GATE_GRAPH"])
 def test_gate_gradients_takes_the_three_constants(gate):
     """`gate_gradients` takes the constants of the class. It has no effect, as in eager mode."""
-    w, opt = gs.Variable(3.0), wrapped()
+    w, opt = Variable(3.0), wrapped()
     gate = getattr(opt, gate)
     assert pairs_of(opt.compute_gradients(lambda: w * 2.0, [w], gate)) == [(2.0, w)]
     opt.minimize(lambda: w * 2.0, var_list=[w], gate_gradients=gate)
@@ -400,7 +402,7 @@ def test_gate_gradients_takes_the_three_constants(gate):
 )
 def test_other_settings_of_the_graph_have_no_effect(arguments):
     """The two other settings of a graph are accepted and ignored, as in eager mode."""
-    w, opt = gs.Variable(3.0), wrapped()
+    w, opt = Variable(3.0), wrapped()
     assert pairs_of(opt.compute_gradients(lambda: w * 2.0, [w], **arguments)) == [(2.0, w)]
     opt.minimize(lambda: w * 2.0, var_list=[w], **arguments)
     assert float(w) == 2.0
@@ -409,7 +411,7 @@ def test_other_settings_of_the_graph_have_no_effect(arguments):
 @row(2, "compute_gradients(grad_loss)")
 def test_grad_loss_is_the_gradient_of_the_loss():
     """`grad_loss` multiplies the gradient of each element of the loss."""
-    w = gs.Variable([1.0, 2.0])
+    w = Variable([1.0, 2.0])
     for opt in (v1.GradientDescentOptimizer(0.5), wrapped()):
         ((gradient, _),) = opt.compute_gradients(lambda: w**2, [w], grad_loss=[3.0, 0.5])
         assert gradient.tolist() == [3.0 * 2.0, 0.5 * 4.0]
@@ -420,7 +422,7 @@ def test_grad_loss_is_the_gradient_of_the_loss():
 @row(2, "compute_gradients")
 def test_the_variable_is_present_and_the_gradient_can_be_none():
     """The result is a list of pairs; None is the gradient of a variable that the loss ignores."""
-    w, other = gs.Variable(3.0), gs.Variable(1.0)
+    w, other = Variable(3.0), Variable(1.0)
     pairs = wrapped().compute_gradients(lambda: w * 2.0, [w, other])
     assert isinstance(pairs, list)
     assert pairs_of(pairs) == [(2.0, w), (None, other)]
@@ -429,7 +431,7 @@ def test_the_variable_is_present_and_the_gradient_can_be_none():
 @row(2, "compute_gradients")
 def test_float16_gradients_are_unscaled_in_float32():
     """Difference: float16 gradients work, and come out in float32."""
-    w, opt = gs.Variable(jnp.ones(2, jnp.float16)), wrapped(2**15)
+    w, opt = Variable(jnp.ones(2, jnp.float16)), wrapped(2**15)
     ((gradient, _),) = opt.compute_gradients(lambda: w.value().astype("float32") * 2.0**-12, [w])
     assert (gradient.dtype, gradient.tolist()) == (jnp.float32, [2.0**-12] * 2)
     opt.apply_gradients([(jnp.ones(2, jnp.float16), w)])
@@ -450,21 +452,21 @@ def test_get_name_returns_the_name():
 @row(2, "get_slot")
 def test_get_slot_returns_the_variable_of_a_slot():
     """A slot is a variable, or None. Difference: the wrapper returns the slots of `opt`."""
-    w, inner = gs.Variable(3.0), v1.MomentumOptimizer(0.5, 0.5)
+    w, inner = Variable(3.0), v1.MomentumOptimizer(0.5, 0.5)
     opt = wrapped("dynamic", inner)
     assert opt.get_slot(w, "momentum") is None
     opt.apply_gradients([(2.0, w)])
     slot = opt.get_slot(w, "momentum")
-    assert isinstance(slot, gs.Variable)
+    assert isinstance(slot, Variable)
     assert float(slot) == 2.0
     assert slot is inner.get_slot(w, "momentum")
     assert opt.get_slot(w, "other") is None
-    assert opt.get_slot(gs.Variable(3.0), "momentum") is None
+    assert opt.get_slot(Variable(3.0), "momentum") is None
 
 
 def test_the_slots_of_adam_are_its_moments():
     """The slots `m` and `v` of Adam are the first and the second moment of the gradients."""
-    w, opt = gs.Variable(3.0), wrapped(8, v1.AdamOptimizer(0.5, beta1=0.75, beta2=0.5))
+    w, opt = Variable(3.0), wrapped(8, v1.AdamOptimizer(0.5, beta1=0.75, beta2=0.5))
     opt.apply_gradients([(2.0, w)])
     assert float(opt.get_slot(w, "m")) == 0.25 * 2.0
     assert float(opt.get_slot(w, "v")) == 0.5 * 2.0**2
@@ -487,7 +489,7 @@ def test_get_slot_names_returns_the_names_of_the_slots():
 @row(2, "minimize")
 def test_minimize_combines_the_two_methods():
     """`minimize` takes the arguments of both methods, and does what they do. It returns None."""
-    w, step, opt = gs.Variable([1.0, 2.0]), gs.Variable(0), wrapped()
+    w, step, opt = Variable([1.0, 2.0]), Variable(0), wrapped()
     rest = (opt.GATE_OP, None, True, "step", [1.0, 0.5])
     assert opt.minimize(lambda: w**2, step, [w], *rest) is None
     assert (w.numpy().tolist(), int(step)) == ([1.0 - 0.5 * 2.0, 2.0 - 0.5 * 0.5 * 4.0], 1)
@@ -495,7 +497,7 @@ def test_minimize_combines_the_two_methods():
 
 def test_minimize_skips_variables_without_a_gradient():
     """A variable that the loss ignores stays, with a warning, and the others are updated."""
-    w, other = gs.Variable(3.0), gs.Variable(1.0)
+    w, other = Variable(3.0), Variable(1.0)
     with pytest.warns(UserWarning, match="No gradient for"):
         wrapped().minimize(lambda: w * 2.0, var_list=[w, other])
     assert (float(w), float(other)) == (2.0, 1.0)
@@ -508,7 +510,7 @@ def test_minimize_trains_variables_that_the_loss_creates(var_list):
 
     def loss():
         if not made:
-            made.append(gs.Variable(2.0))
+            made.append(Variable(2.0))
         return made[0] ** 2
 
     opt = wrapped()
@@ -520,7 +522,7 @@ def test_minimize_trains_variables_that_the_loss_creates(var_list):
 @row(2, "variables")
 def test_variables_encode_the_current_state():
     """`variables()` lists scale, count, rate, iterations and slots, none of them trainable."""
-    w, opt = gs.Variable(3.0, name="w"), wrapped("dynamic", v1.MomentumOptimizer(0.5, 0.5))
+    w, opt = Variable(3.0, name="w"), wrapped("dynamic", v1.MomentumOptimizer(0.5, 0.5))
     opt.apply_gradients([(2.0, w)])
     assert {v.name: float(v) for v in opt.variables()} == {
         "current_loss_scale": 2.0**15,
@@ -537,10 +539,10 @@ def test_variables_encode_the_current_state():
 def test_the_state_can_be_restored():
     """New: `build` and `set_weights` bring the values of `variables()` into a new optimizer."""
     weights = []
-    v, old = gs.Variable(3.0), wrapped("dynamic", v1.MomentumOptimizer(0.5, 0.5))
+    v, old = Variable(3.0), wrapped("dynamic", v1.MomentumOptimizer(0.5, 0.5))
     for gradient in (2.0, INF):
         old.apply_gradients([(gradient, v)])
-    w, new = gs.Variable(v), wrapped("dynamic", v1.MomentumOptimizer(0.25, 0.5))
+    w, new = Variable(v), wrapped("dynamic", v1.MomentumOptimizer(0.25, 0.5))
     new.build([w])
     new.set_weights([x.numpy() for x in old.variables()])
     for variable, opt in ((v, old), (w, new)):
@@ -551,10 +553,10 @@ def test_the_state_can_be_restored():
 
 @row(2, "new: build")
 def test_a_step_can_be_compiled():
-    """It works as in a `tf.function`: after `build` the whole first step runs in `gs.jit`."""
-    w, count, opt = gs.Variable(1.0), gs.Variable(0), wrapped("dynamic")
+    """It works as in a `tf.function`: after `build` the whole first step is compiled."""
+    w, count, opt = Variable(1.0), Variable(0), wrapped("dynamic")
     opt.build([w])
-    step = gs.jit(
+    step = gs.optimizers.jit(
         lambda: opt.minimize(lambda: w**2, count, [w]), state=([w, count], opt.variables())
     )
     step()
@@ -573,7 +575,7 @@ def test_the_three_values_of_gate_gradients():
 @row(2, "compute_gradients(gate_gradients)")
 def test_gate_gradients_takes_no_other_value():
     """Difference: another value is a ValueError, as in a graph there."""
-    w, opt = gs.Variable(1.0), wrapped()
+    w, opt = Variable(1.0), wrapped()
     for take in (opt.compute_gradients, opt.minimize):
         with pytest.raises(ValueError, match="Expected GATE_NONE, GATE_OP or GATE_GRAPH"):
             take(lambda: w * 2.0, var_list=[w], gate_gradients=7)
@@ -582,7 +584,7 @@ def test_gate_gradients_takes_no_other_value():
 
 def test_gradients_can_be_processed_before_they_are_applied():
     """In three steps: compute gradients, cap them as you wish, apply the capped ones."""
-    a, b = gs.Variable(1.0), gs.Variable(1.0)
+    a, b = Variable(1.0), Variable(1.0)
     opt = wrapped()
     pairs = opt.compute_gradients(lambda: a * 5.0 + b * 0.5, [a, b])
     opt.apply_gradients([(jnp.minimum(gradient, 1.0), variable) for gradient, variable in pairs])
@@ -592,8 +594,8 @@ def test_gradients_can_be_processed_before_they_are_applied():
 def test_the_example_of_the_page():
     """Gradient descent with a rate of 3 on `5 * var0 + 3 * var1` gives the printed values."""
     for opt in (v1.GradientDescentOptimizer(3.0), wrapped(8, v1.GradientDescentOptimizer(3.0))):
-        var0, var1 = gs.Variable([1.0, 2.0]), gs.Variable([3.0, 4.0])
-        step = gs.Variable(0)
+        var0, var1 = Variable([1.0, 2.0]), Variable([3.0, 4.0])
+        step = Variable(0)
         opt.minimize(lambda a=var0, b=var1: 5 * a + 3 * b, step, [var0, var1])
         assert var0.numpy().tolist() == [-14.0, -13.0]
         assert (var1.numpy().tolist(), int(step)) == ([-6.0, -5.0], 1)
@@ -607,7 +609,7 @@ def test_the_example_of_the_page():
 @pytest.mark.parametrize("make", [wrapped, lambda: v1.GradientDescentOptimizer(0.5)])
 def test_the_loss_must_be_callable(make):
     """A loss that is not callable is a RuntimeError. Difference: it is a TypeError, too."""
-    w, opt = gs.Variable(1.0), make()
+    w, opt = Variable(1.0), make()
     for call in (opt.compute_gradients, opt.minimize):
         with pytest.raises(RuntimeError, match="Expected a callable") as caught:
             call(w**2, var_list=[w])
@@ -618,7 +620,7 @@ def test_the_loss_must_be_callable(make):
 @pytest.mark.parametrize("wrong", [["w"], [1.0], [jnp.ones(2)]], ids=["text", "number", "array"])
 def test_var_list_must_hold_variables(wrong):
     """Anything but variables in `var_list` is an error: a TypeError and a ValueError."""
-    w, opt = gs.Variable(1.0), wrapped()
+    w, opt = Variable(1.0), wrapped()
     for call in (opt.compute_gradients, opt.minimize):
         with pytest.raises(TypeError, match="var_list") as caught:
             call(lambda: w**2, var_list=wrong)
@@ -641,7 +643,7 @@ def test_var_list_must_hold_variables(wrong):
 )
 def test_malformed_pairs_are_refused(malformed):
     """`grads_and_vars` that are not pairs of a gradient and a variable are a TypeError."""
-    w = gs.Variable(1.0)
+    w = Variable(1.0)
     with pytest.raises(TypeError):
         wrapped().apply_gradients(malformed(w))
     assert float(w) == 1.0
@@ -659,7 +661,7 @@ def test_no_variables_are_refused():
 @row(2, "ValueError: all gradients are None")
 def test_gradients_that_are_all_none_are_refused():
     """If no variable has a gradient it is a ValueError. Difference: the count does not advance."""
-    w, opt = gs.Variable(1.0), wrapped("dynamic")
+    w, opt = Variable(1.0), wrapped("dynamic")
     opt.apply_gradients([(1.0, w)])
     before = [v.numpy() for v in opt.variables()]
     with pytest.raises(ValueError, match="None for all of"):
@@ -672,7 +674,7 @@ def test_gradients_that_are_all_none_are_refused():
 @row(2, "get_slot")
 def test_a_variable_without_a_gradient_has_a_slot():
     """Difference: it gets a slot of 0, and there is a warning."""
-    a, b = gs.Variable(1.0), gs.Variable(1.0)
+    a, b = Variable(1.0), Variable(1.0)
     opt = wrapped(8, v1.MomentumOptimizer(0.5, 0.5))
     with pytest.warns(UserWarning, match="No gradient for"):
         opt.apply_gradients([(1.0, a), (None, b)])
@@ -696,7 +698,7 @@ def test_a_rule_of_your_own_is_an_optimizer_with_update_step():
         def update_step(self, gradient, variable, learning_rate):
             self.assign_sub(variable, learning_rate * jnp.sign(gradient))
 
-    w = gs.Variable(3.0)
+    w = Variable(3.0)
     opt = wrapped(8, v1.Optimizer(Sign(0.5), False, "Sign"))
     opt.minimize(lambda: w**2, var_list=[w])
     assert (float(w), opt.get_name()) == (2.5, "Sign")
@@ -710,14 +712,17 @@ def test_a_rule_of_your_own_is_an_optimizer_with_update_step():
         (lambda opt, w: opt.apply_gradients([("x", w)]), "gradient of 'w'; got 'x'"),
         (lambda opt, w: opt.minimize(lambda: None, None, [w]), "one number; got None"),
         (lambda opt, w: opt.minimize(lambda: "x", None, [w]), "one number; got a str of 1"),
-        (lambda opt, w: opt.get_slot(jnp.ones(1), "momentum"), "gainstage.Variable for var"),
+        (
+            lambda opt, w: opt.get_slot(jnp.ones(1), "momentum"),
+            "gainstage.optimizers.Variable for var",
+        ),
         (lambda opt, w: opt.compute_gradients(lambda: w * 1, grad_loss=jnp.ones(3)), "grad_loss"),
         (lambda opt, w: opt.set_weights(3), "list of arrays for weights; got 3"),
     ],
 )
 def test_wrong_arguments_are_named(call, match):
     """An error names the argument, what was passed, and what to write."""
-    w, opt = gs.Variable(3.0, name="w"), wrapped()
+    w, opt = Variable(3.0, name="w"), wrapped()
     opt.build([w])
     with pytest.raises((TypeError, ValueError), match=match):
         call(opt, w)
@@ -738,7 +743,7 @@ def test_a_scale_of_your_own_returns_a_pair():
         def get_config(self):
             return {}
 
-    w = gs.Variable(1.0)
+    w = Variable(1.0)
     with pytest.raises(TypeError, match=r"\(None, whether to apply\) from Wrong.update; got True"):
         wrapped(Wrong()).minimize(lambda: w**2, var_list=[w])
     assert float(w) == 1.0
@@ -761,7 +766,7 @@ class Doubling(v1.LossScale):
     """A scale of your own, whose state is a variable."""
 
     def __init__(self):
-        self.scale = gs.Variable(16.0, name="doubling", trainable=False)
+        self.scale = Variable(16.0, name="doubling", trainable=False)
 
     def __call__(self):
         return self.scale.value()
@@ -777,10 +782,10 @@ class Doubling(v1.LossScale):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_variables_of_a_scale_of_your_own_are_state(compiled):
     """`variables()` has them too, so a compiled step and a restored run go on with the scale."""
-    w, opt, restored = gs.Variable(1.0), wrapped(Doubling()), wrapped(Doubling())
+    w, opt, restored = Variable(1.0), wrapped(Doubling()), wrapped(Doubling())
     opt.build([w])
     step = lambda: opt.minimize(lambda: w**2, var_list=[w])  # noqa: E731
-    (gs.jit(step, state=[w, *opt.variables()]) if compiled else step)()
+    (gs.optimizers.jit(step, state=[w, *opt.variables()]) if compiled else step)()
     restored.build([w])
     restored.set_weights([v.numpy() for v in opt.variables()])
     assert (float(opt.loss_scale), float(restored.loss_scale)) == (32.0, 32.0)
@@ -844,7 +849,7 @@ def test_momentum_is_applied_whatever_the_gradient_is():
 
 def test_the_example_of_momentum():
     """The first step of the page's example is the rate times the gradient."""
-    x, gradient = gs.Variable([1.0, 2.0, 3.0]), jnp.array([0.1, 0.2, 0.3])
+    x, gradient = Variable([1.0, 2.0, 3.0]), jnp.array([0.1, 0.2, 0.3])
     opt = v1.MomentumOptimizer(learning_rate=0.001, momentum=0.9, use_nesterov=False)
     opt.apply_gradients(zip([gradient], [x], strict=True))
     np.testing.assert_allclose(x.numpy(), [0.9999, 1.9998, 2.9997], rtol=1e-6)
@@ -898,7 +903,7 @@ OPTIMIZERS = {
 def test_the_rate_may_be_a_callable(make):
     """A callable without arguments gives the rate of each step, and may return another one."""
     rates = [0.5]
-    w, opt = gs.Variable(3.0), make(lambda: rates[0])
+    w, opt = Variable(3.0), make(lambda: rates[0])
     for rate, after in ((0.5, 2.5), (0.25, 2.25)):
         rates[0] = rate
         opt.apply_gradients([(1.0, w)])
@@ -908,7 +913,7 @@ def test_the_rate_may_be_a_callable(make):
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_the_rate_may_be_a_variable(make):
     """A variable as the rate is read in every step, so a decayed rate takes effect."""
-    rate, w = gs.Variable(0.5), gs.Variable(3.0)
+    rate, w = Variable(0.5), Variable(3.0)
     opt = wrapped(8, make(rate))
     for value, after in ((0.5, 2.5), (0.25, 2.25)):
         rate.assign(value)
@@ -920,7 +925,7 @@ def test_the_rate_may_be_a_variable(make):
 def test_momentum_may_be_a_callable():
     """A callable without arguments gives the momentum of each step."""
     momenta = [0.5]
-    w, opt = gs.Variable(3.0), v1.MomentumOptimizer(0.5, lambda: momenta[0])
+    w, opt = Variable(3.0), v1.MomentumOptimizer(0.5, lambda: momenta[0])
     opt.apply_gradients([(2.0, w)])
     momenta[0] = 0.25
     opt.apply_gradients([(0.0, w)])
@@ -929,9 +934,9 @@ def test_momentum_may_be_a_callable():
 
 def test_a_callable_number_is_read_in_eager_steps_only():
     """Difference: in a compiled step, which would keep the first number, it is an error."""
-    w, opt = gs.Variable(3.0), v1.MomentumOptimizer(0.5, lambda: 0.5)
+    w, opt = Variable(3.0), v1.MomentumOptimizer(0.5, lambda: 0.5)
     opt.build([w])
-    step = gs.jit(lambda: opt.apply_gradients([(2.0, w)]), state=([w], opt.variables()))
+    step = gs.optimizers.jit(lambda: opt.apply_gradients([(2.0, w)]), state=([w], opt.variables()))
     with pytest.raises(ValueError, match="Expected a number for momentum in a traced function"):
         step()
     with pytest.raises(ValueError, match="for momentum; got nan"):
@@ -953,7 +958,7 @@ def test_a_beta_may_change_between_steps(name):
     """The bias is corrected by the product of the betas that were used, as TensorFlow does."""
     given = {"beta1": 0.75, "beta2": 0.5}
     numbers = {**given, name: lambda: given[name]}
-    w, opt = gs.Variable(1.0), wrapped(8, v1.AdamOptimizer(0.5, **numbers))
+    w, opt = Variable(1.0), wrapped(8, v1.AdamOptimizer(0.5, **numbers))
     m = v = 0.0
     expected, powers = 1.0, [given["beta1"], given["beta2"]]
     for beta in (given[name], 0.25, 0.9):
@@ -969,7 +974,7 @@ def test_a_beta_may_change_between_steps(name):
 
 def test_a_skipped_step_leaves_the_products_of_changing_betas():
     """The products are state of the rule: an overflow does not change them."""
-    w, opt = gs.Variable(1.0), wrapped(8, v1.AdamOptimizer(0.5, lambda: 0.75))
+    w, opt = Variable(1.0), wrapped(8, v1.AdamOptimizer(0.5, lambda: 0.75))
     opt.apply_gradients([(1.0, w)])
     before = [float(x) for x in opt.variables() if "power" in x.name]
     assert before == pytest.approx([0.75**2, 0.999**2])
@@ -979,7 +984,7 @@ def test_a_skipped_step_leaves_the_products_of_changing_betas():
 
 def test_the_constraint_of_a_variable_holds_after_a_step():
     """A variable with a constraint is projected after its update, as there."""
-    w = gs.Variable(1.0, constraint=lambda x: jnp.clip(x, 0.75, 2.0))
+    w = Variable(1.0, constraint=lambda x: jnp.clip(x, 0.75, 2.0))
     wrapped().minimize(lambda: w * 1.0, var_list=[w])
     assert float(w) == 0.75
 
@@ -987,7 +992,7 @@ def test_the_constraint_of_a_variable_holds_after_a_step():
 @pytest.mark.filterwarnings("ignore:No gradient for")
 def test_the_constraint_of_a_variable_without_a_gradient_waits():
     """A variable that a step does not train is not projected, as there."""
-    a, b = gs.Variable(3.0, constraint=lambda x: jnp.clip(x, 0.0, 1.0)), gs.Variable(1.0)
+    a, b = Variable(3.0, constraint=lambda x: jnp.clip(x, 0.0, 1.0)), Variable(1.0)
     for opt in (v1.GradientDescentOptimizer(0.5), wrapped()):
         opt.minimize(lambda: b * 1.0, var_list=[a, b])
         opt.apply_gradients([(1.0, b)])
@@ -997,7 +1002,7 @@ def test_the_constraint_of_a_variable_without_a_gradient_waits():
 def test_numbers_that_are_functions_compile_nothing():
     """A momentum that is a function is read in each step; while it returns the same, no step is
     compiled again."""
-    w, opt = gs.Variable(3.0), v1.MomentumOptimizer(0.5, lambda: 0.5)
+    w, opt = Variable(3.0), v1.MomentumOptimizer(0.5, lambda: 0.5)
     for _ in range(2):
         opt.apply_gradients([(1.0, w)])
     with compilations() as compiled:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 import gainstage as gs
-from gainstage.diagnostics import JsonLines, StepRecorder
+from gainstage.diagnostics import JsonLines, StepRecorder, telemetry
 from gainstage.optimizers import SGD
 from gainstage.precision import tune
 
@@ -22,8 +22,8 @@ TWO_STEPS = [0.375, 2.625]  # of [1, 2] - 0.25 * SLOPE with a momentum of 0.5
 
 def optimizer():
     """A variable and its optimizer, before the first step."""
-    w = gs.Variable([1.0, 2.0], name="w")
-    opt = gs.LossScaleOptimizer(SGD(0.25, 0.5), 2.0**10, dynamic_growth_steps=2)
+    w = gs.optimizers.Variable([1.0, 2.0], name="w")
+    opt = gs.optimizers.LossScaleOptimizer(SGD(0.25, 0.5), 2.0**10, dynamic_growth_steps=2)
     opt.build([w])
     return w, opt
 
@@ -48,8 +48,8 @@ def recorded(folder):
         for n, size in enumerate([0.5, 0.25, 40.0]):
             x = jnp.full((2, 3), size)
             params, opt_state, loss = take(params, opt_state, x)
-            record.write(n, gs.telemetry(opt_state), loss=loss)
-            recorder.write(n, gs.telemetry(opt_state), params, x)
+            record.write(n, telemetry(opt_state), loss=loss)
+            recorder.write(n, telemetry(opt_state), params, x)
 
 
 def model():

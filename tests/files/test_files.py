@@ -69,7 +69,7 @@ def test_a_step_file_is_read_and_looked_into(folder):
     params, x = bad.args
     assert params["w"].dtype == x.dtype == np.float32
     np.testing.assert_array_equal(x, np.full((2, 3), 40.0))
-    found = gs.diagnostics.xray(make.loss_fn, *bad.args, scale=bad.scale)
+    found = gs.xray(make.loss_fn, *bad.args, scale=bad.scale)
     assert not found.finite
 
 

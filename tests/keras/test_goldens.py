@@ -36,7 +36,7 @@ def make(trace):
     inner = dict(config["inner_optimizer"])
     cls = {"SGD": SGD, "Adam": Adam}[inner.pop("class_name")]
     variables = [
-        gs.Variable(np.asarray(v["initial"], np.float32), name=v["name"])
+        gs.optimizers.Variable(np.asarray(v["initial"], np.float32), name=v["name"])
         for v in trace["trainable"]
     ]
     inner = cls.from_config(inner)
@@ -45,7 +45,7 @@ def make(trace):
             var_list=[variables[i] for i in excluded.get("var_indices", [])],
             var_names=excluded.get("var_names"),
         )
-    optimizer = gs.LossScaleOptimizer(
+    optimizer = gs.optimizers.LossScaleOptimizer(
         inner,
         initial_scale=config["initial_scale"],
         dynamic_growth_steps=config["dynamic_growth_steps"],

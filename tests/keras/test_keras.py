@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.optimizers import SGD, from_optax, schedules
+from gainstage.optimizers import SGD, LossScaleOptimizer, Variable, from_optax, schedules
 
 keras = pytest.importorskip("keras")
 
@@ -69,7 +69,7 @@ def test_fifty_steps_are_those_of_keras(name, rule, options):
     grads = [rng.normal(size=(STEPS, *s)).astype(np.float32) for s in SHAPES]
 
     ours = getattr(gs.optimizers, name)(**arguments)
-    ours.build([gs.Variable(w, name=f"v{i}") for i, w in enumerate(weights)])
+    ours.build([Variable(w, name=f"v{i}") for i, w in enumerate(weights)])
     theirs = getattr(keras.optimizers, name)(**arguments)
     theirs.build([keras.Variable(w) for w in weights])
     for a, b in zip(steps(ours, weights, grads), steps(theirs, weights, grads), strict=True):
@@ -117,8 +117,8 @@ def test_configurations_of_keras_are_readable(name):
     ours = getattr(gs.optimizers, name).from_config(theirs)
     for key, value in theirs.items():
         assert ours.get_config()[key] == value or key == "name"
-    wrapped = gs.LossScaleOptimizer(ours).get_config()
-    assert gs.LossScaleOptimizer.from_config(wrapped).get_config() == wrapped
+    wrapped = LossScaleOptimizer(ours).get_config()
+    assert LossScaleOptimizer.from_config(wrapped).get_config() == wrapped
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -136,7 +136,7 @@ def test_state_that_a_class_adds_before_build_stands_where_keras_has_it():
     theirs, variable = counting(keras.optimizers.SGD), keras.Variable(5.0)
     theirs.apply_gradients([(jnp.float32(1.0), variable)])
     ours, store = counting(SGD), {}
-    ours.build([gs.Variable(0.0)])
+    ours.build([Variable(0.0)])
     theirs.save_own_variables(store)
     ours.load_own_variables(store)
     assert [float(v) for v in ours.variables] == [1.0, 0.5, 1.0, 5.0, 1.0]
@@ -148,8 +148,8 @@ def test_optax_with_every_option():
     options = {"clipnorm": 0.5, "use_ema": True, "gradient_accumulation_steps": 2}
     runs = []
     for inner in (from_optax(optax.sgd(0.1, momentum=0.9), **options), SGD(0.1, 0.9, **options)):
-        var = gs.Variable([1.0, 2.0])
-        opt = gs.LossScaleOptimizer(inner, initial_scale=8.0)
+        var = Variable([1.0, 2.0])
+        opt = LossScaleOptimizer(inner, initial_scale=8.0)
         for g in (1.0, np.nan, 2.0, 3.0, 4.0):
             opt.apply([np.float32([8 * g, -g])], [var])
         runs.append((var.numpy(), float(opt.loss_scale), int(opt.iterations)))
@@ -163,7 +163,7 @@ def test_optax_with_every_option():
 
 def test_optax_leaves_variables_without_gradient_alone():
     """A variable without a gradient is not moved by the transformation's decay."""
-    w, b = gs.Variable(1.0, name="w"), gs.Variable(1.0, name="b")
+    w, b = Variable(1.0, name="w"), Variable(1.0, name="b")
     opt = from_optax(optax.adamw(0.1, weight_decay=0.5))
     opt.build([w, b])
     opt.apply([1.0], [w])

@@ -60,7 +60,7 @@ def test_it_measures_the_loss_of_compile_with_its_penalty(advice):
         with gs.keep_float32():
             return ((found[0] - y) ** 2).mean() + sum(found[2])
 
-    plain = gs.precision.advise(loss_fn, weights, BATCHES, progress=False)
+    plain = gs.advise(loss_fn, weights, BATCHES, progress=False)
     np.testing.assert_allclose(prices(advice), prices(plain), rtol=0.02, atol=1e-9)
     assert advice.recommended.name == "bfloat16"
 

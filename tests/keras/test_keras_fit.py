@@ -142,7 +142,7 @@ def test_an_optimizer_of_keras_is_no_state_of_optax():
     """Asked for the telemetry of Keras's optimizer, the error names what Keras's users read."""
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.01))
     with pytest.raises(ValueError, match=r"optimizer of Keras: read its loss_scale, .* to fit"):
-        gs.telemetry(optimizer)
+        gs.diagnostics.telemetry(optimizer)
 
 
 def test_averages_replace_the_weights_once_there_are_some():
@@ -254,7 +254,7 @@ def test_what_a_wrapper_cannot_take_is_named():
     with pytest.raises(TypeError, match=r"got 'adam'\. Use keras\.optimizers\.get"):
         LossScaleOptimizer("adam")
     with pytest.raises(TypeError, match=r"Use gainstage\.interop\.keras\.LossScaleOptimizer"):
-        gs.LossScaleOptimizer(sgd())
+        gs.optimizers.LossScaleOptimizer(sgd())
     config = LossScaleOptimizer(sgd(), rule=gs.DynamicLossScale(8.0)).get_config()
     assert float(LossScaleOptimizer.from_config(config).loss_scale) == 8.0
 
@@ -499,8 +499,8 @@ def test_growth_steps_that_a_compiled_fit_does_not_see_are_told_once():
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:keras")
 def test_the_loss_that_is_shown_is_the_true_one():
     """Neither `minimize` nor the history of Keras's `fit` shows the loss times the scale."""
-    w = gs.Variable(3.0)
-    opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.0), initial_scale=2.0**10)
+    w = gs.optimizers.Variable(3.0)
+    opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.0), initial_scale=2.0**10)
     assert float(opt.minimize(lambda: w**2, [w])) == 9.0
 
     keras = pytest.importorskip("keras", reason="keras is not installed")

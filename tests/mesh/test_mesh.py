@@ -20,7 +20,7 @@ from gainstage._scaling import finite_check as readings
 from gainstage._scaling.gradients import Clip
 from gainstage._variables.zero_sharding import divided_over
 from gainstage.compat import dtensor
-from gainstage.optimizers import SGD, Adam, from_optax
+from gainstage.optimizers import SGD, Adam, LossScaleOptimizer, Variable, from_optax
 
 import programs
 from peers import fails, live
@@ -56,8 +56,8 @@ def make(layouts, rule=adam, dtype=np.float32, scale=8.0, **options):
     values = random(np.random.default_rng(0), dtype)
     if layouts:
         values = put(values, layouts)
-    variables = [gs.Variable(value, name=f"v{i}") for i, value in enumerate(values)]
-    opt = gs.LossScaleOptimizer(rule(**options), scale)
+    variables = [Variable(value, name=f"v{i}") for i, value in enumerate(values)]
+    opt = LossScaleOptimizer(rule(**options), scale)
     opt.build(variables)
     return variables, opt
 
@@ -84,7 +84,7 @@ def test_a_step_makes_one_sum_over_the_mesh(options, floats, kind):
     """Check and norm together are one all-reduce: 4 bytes, and 4 for each norm; all is in place."""
     layouts = layouts_on(mesh_of((4, 2), kind))
     variables, opt = make(layouts, **options)
-    step = gs.jit(opt.apply, (variables, opt.variables), donate=True)
+    step = gs.optimizers.jit(opt.apply, (variables, opt.variables), donate=True)
     compiled = step.lower(put(random(np.random.default_rng(1)), layouts)).compile()
     assert collectives(compiled) == [(f"f32[{floats}]{{0}}", "all-reduce")]
     state = [*variables, *opt.variables]
@@ -313,11 +313,11 @@ def test_divided_state_takes_the_same_steps_in_an_eighth_of_the_memory(rule, kin
     for over in (None, "data"):
         rng = np.random.default_rng(0)
         variables = [
-            gs.Variable(jax.device_put(np.float32(rng.normal(size=s)), everywhere), name=f"v{i}")
+            Variable(jax.device_put(np.float32(rng.normal(size=s)), everywhere), name=f"v{i}")
             for i, s in enumerate(WIDE)
         ]
         options = {"use_ema": True, "gradient_accumulation_steps": 2, "shard_state_over": over}
-        opt = gs.LossScaleOptimizer(rule(0.1, **options), 8.0)
+        opt = LossScaleOptimizer(rule(0.1, **options), 8.0)
         for step in range(6):
             grads = [np.float32(8 * rng.normal(size=s)) for s in WIDE]
             if step == 2:
@@ -359,10 +359,10 @@ def test_a_clipped_divided_step_makes_the_one_sum():
     """The check and the norm of divided gradients are the same 8 bytes; weights are gathered."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AUTO,))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    variables = [gs.Variable(jax.device_put(np.ones((64, 64), np.float32), everywhere))]
-    opt = gs.LossScaleOptimizer(Adam(0.1, global_clipnorm=1.0, shard_state_over="data"))
+    variables = [Variable(jax.device_put(np.ones((64, 64), np.float32), everywhere))]
+    opt = LossScaleOptimizer(Adam(0.1, global_clipnorm=1.0, shard_state_over="data"))
     opt.build(variables)
-    step = gs.jit(opt.apply, (variables, opt.variables), donate=True)
+    step = gs.optimizers.jit(opt.apply, (variables, opt.variables), donate=True)
     found = collectives(step.lower([variables[0].value()]).compile())
     assert [c for c in found if c[1] == "all-reduce"] == [("f32[2]{0}", "all-reduce")]
     assert [c[1] for c in found if c[1] != "all-reduce"] == ["all-gather"]
@@ -372,30 +372,30 @@ def test_a_clipped_divided_step_makes_the_one_sum():
 def test_an_axis_that_is_not_there_is_named(over):
     """`shard_state_over` names axes of the variables' mesh, which is said at `build`."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AUTO,))
-    var = gs.Variable(jax.device_put(np.ones(8), NamedSharding(mesh, PartitionSpec())))
+    var = Variable(jax.device_put(np.ones(8), NamedSharding(mesh, PartitionSpec())))
     with pytest.raises(ValueError, match="shard_state_over"):
         SGD(shard_state_over=over).build([var])
     with pytest.raises(ValueError, match="shard_state_over"):
-        SGD(shard_state_over=over).build([gs.Variable(1.0)])
+        SGD(shard_state_over=over).build([Variable(1.0)])
 
 
 def test_variables_on_two_meshes_are_refused():
     """All variables lie on one mesh; the error names one of each."""
     variables = [
-        gs.Variable(jax.device_put(np.ones(8), NamedSharding(mesh_of(s), PartitionSpec())), name=n)
+        Variable(jax.device_put(np.ones(8), NamedSharding(mesh_of(s), PartitionSpec())), name=n)
         for s, n in [((4, 2), "a"), ((2, 4), "b")]
     ]
     with pytest.raises(ValueError, match=r"'a' on .* and 'b' on"):
         SGD().build(variables)
     with pytest.raises(ValueError, match=r"on the mesh of 'SGD', .*'a' on"):
         SGD(mesh=mesh_of((8, 1))).build(variables[:1])
-    alone = gs.Variable(1.0, name="c")
+    alone = Variable(1.0, name="c")
     x, y = (
-        gs.Variable(jax.device_put(1.0, d), name=n)
+        Variable(jax.device_put(1.0, d), name=n)
         for d, n in zip(jax.devices()[:2], "xy", strict=True)
     )
     with pytest.raises(ValueError, match=r"got 'x' on .*0.* and 'y' on .*1"):
-        SGD(0.1).build([x, gs.Variable(1.0), y])
+        SGD(0.1).build([x, Variable(1.0), y])
     with pytest.raises(ValueError, match="Expected 'c' on the mesh of 'a'; got it on one device"):
         SGD().build([variables[0], alone])
 
@@ -405,9 +405,9 @@ def test_a_mesh_that_is_given_takes_what_lies_on_one_device(scaled):
     """With `mesh=`, variables on one device are replicated on it, beside others that are not."""
     mesh = jax.make_mesh((8,), ("data",))
     sharded = jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, PartitionSpec("data")))
-    kernel, bias = gs.Variable(sharded), gs.Variable(1.0)
+    kernel, bias = Variable(sharded), Variable(1.0)
     opt = SGD(0.5, mesh=mesh)
-    opt = gs.LossScaleOptimizer(opt) if scaled else opt
+    opt = LossScaleOptimizer(opt) if scaled else opt
     for _ in range(2):
         opt.minimize(lambda: jnp.sum(kernel.value() * bias.value()), [kernel, bias])
     assert bias.sharding == NamedSharding(mesh, PartitionSpec())
@@ -418,7 +418,7 @@ def test_a_mesh_that_is_given_takes_what_lies_on_one_device(scaled):
 def test_a_layout_that_does_not_divide_its_variable_is_refused():
     """The error names the variable, the dimension, its size, the axis and the axis' size."""
     layout = NamedSharding(mesh_of((4, 2)), PartitionSpec(None, ("data", "model")))
-    plan = gs.Variable(jax.ShapeDtypeStruct((8, 63), jnp.float32, sharding=layout), name="w")
+    plan = Variable(jax.ShapeDtypeStruct((8, 63), jnp.float32, sharding=layout), name="w")
     wanted = r"dimension 1 of 'w', of size 63, to be a multiple of 8, over mesh axes .*'data': 4"
     with pytest.raises(ValueError, match=wanted):
         SGD().build([plan])
@@ -430,8 +430,8 @@ def test_an_optax_optimizer_is_planned_where_its_variables_are(kind):
     layout = NamedSharding(mesh_of((4, 2), kind), PartitionSpec("data", "model"))
 
     def state(value):
-        opt = gs.LossScaleOptimizer(from_optax(optax.adam(0.1)))
-        opt.build([gs.Variable(value, name="w")])
+        opt = LossScaleOptimizer(from_optax(optax.adam(0.1)))
+        opt.build([Variable(value, name="w")])
         return [(v.name, v.shape, v.dtype, v.sharding) for v in opt.variables]
 
     real = state(jax.device_put(np.ones((8, 8), np.float32), layout))
@@ -456,10 +456,10 @@ def test_a_step_is_compiled_once(kind, inside):
     layouts = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
     values = [jax.device_put(np.ones((8, 8), np.float32), layout) for layout in layouts]
     with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
-        variables = [gs.Variable(value) for value in values]
-        opt = gs.LossScaleOptimizer(Adam(0.1, shard_state_over="data"))
+        variables = [Variable(value) for value in values]
+        opt = LossScaleOptimizer(Adam(0.1, shard_state_over="data"))
         opt.build(variables)
-        step = gs.jit(opt.apply, (variables, opt.variables), donate=True)
+        step = gs.optimizers.jit(opt.apply, (variables, opt.variables), donate=True)
         for rate in (0.1, np.float64(0.2), jnp.float32(0.3)):
             opt.learning_rate = rate
             with jax.transfer_guard("disallow"), compilations() as compiled:
@@ -552,7 +552,7 @@ def test_slots_are_made_in_place():
         return jnp.full(shape, 0.5, dtype)
 
     opt = SGD()
-    var = gs.Variable(jax.device_put(np.ones(16), layout))
+    var = Variable(jax.device_put(np.ones(16), layout))
     opt.build([var])
     slot = opt.add_variable_from_reference(var, "slot", initializer)
     assert seen == [True]
@@ -569,8 +569,8 @@ def test_master_weights_keep_small_updates():
     """A float16 weight of 1 moves after many updates of 2**-14, which alone each round away."""
     weights = []
     for master in (False, True):
-        var = gs.Variable(jnp.float16(1.0))
-        opt = gs.LossScaleOptimizer(SGD(2.0**-14, master_weights=master), 2.0)
+        var = Variable(jnp.float16(1.0))
+        opt = LossScaleOptimizer(SGD(2.0**-14, master_weights=master), 2.0)
         for _ in range(64):
             opt.apply([jnp.float16(2.0)], [var])
         weights.append(float(var))
@@ -582,7 +582,7 @@ def test_master_weights_are_a_float32_run_rounded():
     """With master weights a float16 run is the float32 run, each weight rounded once."""
     rng = np.random.default_rng(0)
     start = rng.normal(size=(8, 3)).astype(np.float16)
-    half, full = gs.Variable(start), gs.Variable(start.astype(np.float32))
+    half, full = Variable(start), Variable(start.astype(np.float32))
     opt, reference = Adam(0.01, master_weights=True, use_ema=True), Adam(0.01)
     largest = np.abs(full.numpy())
     for _ in range(20):
@@ -608,9 +608,9 @@ def test_master_weights_can_be_divided(kind):
     start = np.ones((64, 32), np.float16)
     weights = []
     for value in (start, jax.device_put(start, layout)):
-        w = gs.Variable(value, name="w")
+        w = Variable(value, name="w")
         over = {} if value is start else {"shard_state_over": "data"}
-        opt = gs.LossScaleOptimizer(SGD(2.0**-4, master_weights=True, **over), 1.0)
+        opt = LossScaleOptimizer(SGD(2.0**-4, master_weights=True, **over), 1.0)
         opt.apply([w.value()], [w])
         weights.append(w.numpy())
     (master,) = [v for v in opt.variables if "master" in v.name]
@@ -621,7 +621,7 @@ def test_master_weights_can_be_divided(kind):
 
 def test_a_weight_assigned_from_outside_wins_over_its_master():
     """What a user assigns, a loaded checkpoint for one, is where the next step starts."""
-    var = gs.Variable(jnp.float16([1.0, 2.0]))
+    var = Variable(jnp.float16([1.0, 2.0]))
     opt = SGD(0.5, master_weights=True)
     opt.apply([jnp.float16([0.001, 0.001])], [var])
     var.assign([5.0, var.numpy()[1]])
@@ -635,8 +635,8 @@ def test_a_build_that_fails_is_no_build():
     """A wrapper on another mesh says so each time, and takes no step."""
     devices = np.array(jax.devices())
     ours, other = (jax.sharding.Mesh(part, ("d",)) for part in np.split(devices, 2))
-    w = gs.Variable(jax.device_put(np.ones(8, np.float32), NamedSharding(ours, PartitionSpec("d"))))
-    opt = gs.LossScaleOptimizer(SGD(0.1, momentum=0.9), mesh=other)
+    w = Variable(jax.device_put(np.ones(8, np.float32), NamedSharding(ours, PartitionSpec("d"))))
+    opt = LossScaleOptimizer(SGD(0.1, momentum=0.9), mesh=other)
     for _ in range(2):
         with pytest.raises(ValueError, match="Expected variables on the mesh"):
             opt.apply([np.ones(8, np.float32)], [w])
@@ -677,9 +677,9 @@ def test_a_fixed_scale_with_divided_state():
     start = np.arange(16, dtype=np.float32)
     weights = []
     for over, place in ((None, None), ("data", NamedSharding(mesh, PartitionSpec()))):
-        w = gs.Variable(jax.device_put(start, place))
+        w = Variable(jax.device_put(start, place))
         inner = SGD(0.5, momentum=0.5, shard_state_over=over)
-        opt = gs.LossScaleOptimizer(inner, 4.0, dynamic=False)
+        opt = LossScaleOptimizer(inner, 4.0, dynamic=False)
         for factor in (1.0, np.inf, 2.0):
             opt.apply([np.full(16, factor, np.float32)], [w])
         assert float(opt.loss_scale) == 4.0
@@ -706,7 +706,7 @@ def test_a_train_step_decides_in_one_collective():
     assert not re.findall(r"all-gather|all-to-all|collective-permute|reduce-scatter", text)
     before = [np.asarray(p) for p in params]
     params, state, _ = step(params, state, np.inf)
-    assert not gs.step_was_applied(state)
+    assert not gs.transforms.step_was_applied(state)
     assert [p.sharding.spec for p in params] == specs
     for old, new in zip(before, params, strict=True):
         np.testing.assert_array_equal(old, new)
@@ -740,7 +740,7 @@ def test_a_variable_that_is_added_is_replicated_on_the_mesh(cls, given):
     opt = cls(0.5, mesh=mesh) if given else cls(0.5)
     early = opt.add_variable((), name="early")
     assert (early.sharding == everywhere) == given
-    w = gs.Variable(jax.device_put(np.ones(8), NamedSharding(mesh, PartitionSpec("data"))))
+    w = Variable(jax.device_put(np.ones(8), NamedSharding(mesh, PartitionSpec("data"))))
     opt.build([w])
     late = opt.add_variable(np.array([3]), name="late")
     assert early.sharding == opt.counted.sharding == late.sharding == everywhere
@@ -752,7 +752,7 @@ def test_a_variable_that_is_added_is_replicated_on_the_mesh(cls, given):
 def test_a_gradient_on_another_device_moves_no_variable(committed):
     """In the first step and in later ones, a variable stays on its device."""
     here, there = jax.devices()[:2]
-    w = gs.Variable(jax.device_put(jnp.ones(3), here) if committed else jnp.ones(3))
+    w = Variable(jax.device_put(jnp.ones(3), here) if committed else jnp.ones(3))
     opt = SGD(0.5)
     for device in (None, None, there, None, here):
         opt.apply([jnp.ones(3) if device is None else jax.device_put(jnp.ones(3), device)], [w])

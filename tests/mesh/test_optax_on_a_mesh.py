@@ -14,6 +14,7 @@ from compilations import compilations
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
+from gainstage.transforms import apply_updates, step_was_applied
 
 AXES = [AxisType.Auto, AxisType.Explicit]
 KINDS = pytest.mark.parametrize("kind", AXES, ids=str)
@@ -113,7 +114,7 @@ def test_arrays_keep_their_shardings(make, kind):
         batch = factor * batch_on(sharded)
         with compilations() as compiled:
             params, state, _, _ = step(params, state, batch)
-        assert gs.step_was_applied(state) == np.isfinite(factor)
+        assert step_was_applied(state) == np.isfinite(factor)
         assert number == 0 or compiled == []
     assert shardings_in((params, state), replicated) == before
 
@@ -191,7 +192,7 @@ def test_a_step_adds_no_collective(weights, slots, kind):
     def written_out(params, state, x):
         (value, aux), grads = gs.value_and_grad(loss, state, has_aux=True)(params, x)
         updates, state = tx.update(grads, state, params, value=value)
-        return gs.apply_updates(params, updates, state), state, value, aux
+        return apply_updates(params, updates, state), state, value, aux
 
     def plain(params, state, x):
         (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, x)
@@ -259,7 +260,7 @@ def test_divided_state_takes_the_same_steps(name, kind):
             with compilations() as compiled:
                 params, state, loss, _ = step(params, state, batch)
             assert i == 0 or compiled == []
-            assert gs.step_was_applied(state) == np.isfinite(factor)
+            assert step_was_applied(state) == np.isfinite(factor)
             assert shardings_in(params, replicated) == [replicated] * 3
             losses.append(loss)
         runs.append((bytes_on_one(state), jax.device_get((params, state, losses))))
@@ -357,7 +358,7 @@ def test_divided_state_in_a_loop_written_out(kind):
         def step(params, state, x, tx=tx, shardings=shardings):
             (value, _), grads = gs.value_and_grad(loss, state, has_aux=True)(params, x)
             updates, state = tx.update(grads, state, params, value=value, shardings=shardings)
-            return gs.apply_updates(params, updates, state), state
+            return apply_updates(params, updates, state), state
 
         out = jax.tree.map(lambda x: x.sharding, (params, state))
         compiled = jax.jit(step, out_shardings=out)

@@ -48,7 +48,7 @@ def search(f, tx):
     @jax.jit
     def step(w, s):
         value, g = gs.value_and_grad(lambda w: half(w, X), s)(w)
-        updates, s = tx.update(g, s, w, value=value, grad=g, value_fn=f); return gs.apply_updates(w, updates, s), s
+        updates, s = tx.update(g, s, w, value=value, grad=g, value_fn=f); return gs.transforms.apply_updates(w, updates, s), s
     return step
 def run(step, tx): new, state = step(W, tx.init(W)); step(new, state)
 """
@@ -72,7 +72,7 @@ gs.value_and_grad(plain, tx.init(w))(w)
 CASES |= {
     f"{name}, a bad batch": ("works", "", STEP.format(tx=tx, batches="1.0, NAN, 1.0, jnp.inf") + """
 assert jnp.isfinite(w).all() and (w < 1.0).all(), w
-assert jnp.isfinite(gs.loss_scale(state)), state
+assert jnp.isfinite(gs.transforms.loss_scale(state)), state
 """)
     for name, tx in FINE.items()
 }  # fmt: skip
@@ -85,7 +85,7 @@ gs.value_and_grad(plain, tx.init(pair))(pair.fast)
 pair, tx = optax.LookaheadParams.init_synced(w), gs.loss_scaled(optax.lookahead(sgd, 3, 0.5))
 state, step = tx.init(pair), gs.train_step(lambda p, x: plain(p.fast, x), tx)
 step = jax.jit(lambda p, s, x: tx.update(gs.value_and_grad(plain, s)(p.fast, x)[1], s, p))
-for x in (1.0, NAN, 1.0): updates, state = step(pair, state, x); pair = gs.apply_updates(pair, updates, state)
+for x in (1.0, NAN, 1.0): updates, state = step(pair, state, x); pair = gs.transforms.apply_updates(pair, updates, state)
 assert (pair.fast < 1).all() and state.inner.steps_since_sync == 2
 """),
     # ── two scales, or none ──────────────────────────────────────────────────────────────────
@@ -100,16 +100,16 @@ gs.loss_scaled(gs.loss_scaled(sgd)).init(w)
 """),
     "two scaled groups": ("refused", "One loss has one scale", """
 tx = optax.multi_transform({'a': gs.loss_scaled(sgd), 'b': gs.loss_scaled(sgd)}, {'x': 'a', 'y': 'b'})
-gs.loss_scale(tx.init({'x': w, 'y': w}))
+gs.transforms.loss_scale(tx.init({'x': w, 'y': w}))
 """),
     "no loss_scaled at all": ("refused", "Wrap the transformation", """
 gs.train_step(plain, sgd)(w, sgd.init(w))
 """),
     "a wrapper in a wrapper": ("refused", "LossScaleOptimizer", """
-gs.LossScaleOptimizer(gs.LossScaleOptimizer(gs.optimizers.SGD()))
+gs.optimizers.LossScaleOptimizer(gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()))
 """),
     "a wrapper around optax's own": ("works", "", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.from_optax(optax.sgd(0.1)))
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.from_optax(optax.sgd(0.1)))
 opt.minimize(lambda: v * v, [v]); assert float(v) < 1
 """),
     "jax's gradients": ("warns", "No loss was multiplied", """
@@ -117,7 +117,7 @@ tx = gs.loss_scaled(sgd); state = tx.init(w)
 tx.update(jax.grad(plain)(w), state, w)
 """),
     "jax's gradients after a print": ("warns", "No loss was multiplied", """
-tx = gs.loss_scaled(sgd); state = tx.init(w); print(gs.loss_scale(state))
+tx = gs.loss_scaled(sgd); state = tx.init(w); print(gs.transforms.loss_scale(state))
 tx.update(jax.grad(plain)(w), state, w)
 """),
     "jax's gradients in a compiled step": ("warns", "No loss was multiplied", """
@@ -125,24 +125,24 @@ tx = gs.loss_scaled(sgd); state = tx.init(w)
 step = jax.jit(lambda w, state: tx.update(jax.grad(plain)(w), state, w))
 for _ in range(3): _, state = step(w, state)
 """),
-    "scale_loss, not divided": ("warns", "loss_scale=gainstage.loss_scale", """
+    "scale_loss, not divided": ("warns", "loss_scale=gainstage.transforms.loss_scale", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
-tx.update(jax.grad(lambda w: gs.scale_loss(plain(w), state))(w), state, w)
+tx.update(jax.grad(lambda w: gs.transforms.scale_loss(plain(w), state))(w), state, w)
 """),
     "divided twice": ("warns", "Leave loss_scale= out", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
-tx.update(gs.value_and_grad(plain, state)(w)[1], state, w, loss_scale=gs.loss_scale(state))
+tx.update(gs.value_and_grad(plain, state)(w)[1], state, w, loss_scale=gs.transforms.loss_scale(state))
 """),
     "scale_loss inside of value_and_grad, for a penalty and for a log": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 def penalty(w):
-    return plain(jax.grad(lambda x: gs.scale_loss(plain(w * x), state))(w) / gs.loss_scale(state))
+    return plain(jax.grad(lambda x: gs.transforms.scale_loss(plain(w * x), state))(w) / gs.transforms.loss_scale(state))
 gs.value_and_grad(penalty, state)(w)
-gs.value_and_grad(lambda w: (plain(w), {"scaled": gs.scale_loss(plain(w), state)}), state, has_aux=True)(w)
-gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state) / gs.loss_scale(state), state)(w)
+gs.value_and_grad(lambda w: (plain(w), {"scaled": gs.transforms.scale_loss(plain(w), state)}), state, has_aux=True)(w)
+gs.value_and_grad(lambda w: gs.transforms.scale_loss(plain(w), state) / gs.transforms.loss_scale(state), state)(w)
 """),
     "a scale by hand that never changes": ("warns", "constant of a compiled function", """
-tx = gs.loss_scaled(sgd); state = tx.init(w); scale = float(gs.loss_scale(state))
+tx = gs.loss_scaled(sgd); state = tx.init(w); scale = float(gs.transforms.loss_scale(state))
 step = jax.jit(lambda w, s: tx.update(jax.grad(lambda w: scale * plain(w))(w), s, w, loss_scale=scale)[1])
 for _ in range(3): state = step(w, state)
 """),
@@ -152,10 +152,10 @@ step = jax.jit(lambda w, s: tx.update(jax.grad(lambda w: 8.0 * plain(w))(w), s, 
 for _ in range(3): state = step(w, state)
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 for _ in range(3):
-    scale = float(gs.loss_scale(state))
+    scale = float(gs.transforms.loss_scale(state))
     state = tx.update(jax.grad(lambda w: scale * plain(w))(w), state, w, loss_scale=scale)[1]
 step = jax.jit(lambda w, s, scale: tx.update(jax.grad(lambda w: scale * plain(w))(w), s, w, loss_scale=scale)[1])
-for _ in range(3): state = step(w, state, gs.loss_scale(state))
+for _ in range(3): state = step(w, state, gs.transforms.loss_scale(state))
 """),
     "true gradients in float16": ("warns", "lost the small", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
@@ -166,8 +166,8 @@ for _ in range(3): state = step(w, state)
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 step = jax.jit(lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1].astype("bfloat16"), s, w)[1])
 for _ in range(3): state = step(w, state)
-grad = lambda w, s: jax.grad(lambda w: gs.scale_loss(plain(w), s))(w).astype("float16")
-step = jax.jit(lambda w, s: tx.update(grad(w, s), s, w, loss_scale=gs.loss_scale(s))[1])
+grad = lambda w, s: jax.grad(lambda w: gs.transforms.scale_loss(plain(w), s))(w).astype("float16")
+step = jax.jit(lambda w, s: tx.update(grad(w, s), s, w, loss_scale=gs.transforms.loss_scale(s))[1])
 for _ in range(3): state = step(w, state)
 """),
     "nan_to_num of gradients": ("warns", "Leave it out", """
@@ -191,12 +191,12 @@ for _ in range(3): state = step(w, state)
     },
     "true gradients that are divided by the scale again": ("warns", "divided by the loss scale again", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
-step = jax.jit(lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1] / gs.loss_scale(s), s, w)[1])
+step = jax.jit(lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1] / gs.transforms.loss_scale(s), s, w)[1])
 for _ in range(3): state = step(w, state)
 """),
     "true gradients times the inverse of the scale": ("warns", "divided by the loss scale again", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
-step = jax.jit(lambda w, s: tx.update((1 / gs.loss_scale(s)) * gs.value_and_grad(plain, s)(w)[1], s, w)[1])
+step = jax.jit(lambda w, s: tx.update((1 / gs.transforms.loss_scale(s)) * gs.value_and_grad(plain, s)(w)[1], s, w)[1])
 for _ in range(3): state = step(w, state)
 """),
     "what may be done to true gradients": ("works", "", """
@@ -248,8 +248,8 @@ for way in ways:
 """),
     "by hand": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
-grads = jax.grad(lambda w: gs.scale_loss(plain(w), state))(w)
-updates, new = tx.update(grads, state, w, loss_scale=gs.loss_scale(state))
+grads = jax.grad(lambda w: gs.transforms.scale_loss(plain(w), state))(w)
+updates, new = tx.update(grads, state, w, loss_scale=gs.transforms.loss_scale(state))
 assert abs(updates + 0.2).max() < 1e-6
 """),
     "a rule beside a scaled loss": ("warns", r"Leave the rule out.*autocast\(loss_fn, loss_scale=scale\)", """
@@ -285,113 +285,113 @@ tx = gs.loss_scaled(sgd); each = lambda tree: jax.tree.map(lambda x: jnp.stack([
 jax.pmap(gs.train_step(plain, tx))(each(w), each(tx.init(w)), jnp.ones(2))
 """),
     "apply without scale_loss": ("warns", "no loss was multiplied", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD())
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD())
 print(opt.loss_scale)
 for _ in range(3): opt.apply([1.0], [v])
 """),
     "true gradients after minimize": ("warns", "no loss was multiplied", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1))
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 opt.minimize(lambda: v * v, [v])
 for _ in range(3): opt.apply([jax.grad(lambda v: v * v)(v.value())], [v])
 """),
     "true gradients, and a first scale of 1": ("warns", "no loss was multiplied", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(), initial_scale=1.0)
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(), initial_scale=1.0)
 for _ in range(3): opt.apply([jnp.ones(())], [v])
 """),
     "true gradients, and a fixed scale of 1": ("works", "", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(), rule=gs.FixedLossScale(1.0))
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(), rule=gs.FixedLossScale(1.0))
 for _ in range(3): opt.apply([jnp.ones(())], [v])
 opt.minimize(lambda: opt.scale_loss(v * v), [v])
 """),
     "gradients times the scale": ("works", "", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25), initial_scale=2.0**10)
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.25), initial_scale=2.0**10)
 for _ in range(2): opt.apply([jnp.ones(()) * opt.loss_scale], [v])
 assert float(v) == 0.5
 """),
     "gradients times a fixed scale that is read once": ("works", "", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25), rule=gs.FixedLossScale(8.0))
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.25), rule=gs.FixedLossScale(8.0))
 scale = opt.loss_scale
 for _ in range(3): opt.apply([jnp.ones(()) * scale], [v])
 assert float(v) == 0.25
 """),
     "compute_gradients and apply_gradients": ("works", "", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25))
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.25))
 for _ in range(2): opt.apply_gradients([(2 * g, v) for g, v in opt.compute_gradients(lambda: v * 1.0, [v])])
 assert float(v) == 0
 """),
     "minimize of a scaled loss": ("refused", "leave scale_loss", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1))
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 opt.minimize(lambda: opt.scale_loss(v * v), [v])
 """),
     "minimize of a scaled loss with aux": ("refused", "leave scale_loss", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1))
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 opt.minimize(lambda: (opt.scale_loss(v * v), 1.0), [v], has_aux=True)
 """),
-    "minimize of a scaled loss in gs.jit": ("refused", "leave scale_loss", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1)); opt.build([v])
-gs.jit(lambda: opt.minimize(lambda: opt.scale_loss(v * v), [v]), ([v], opt.variables))()
+    "minimize of a scaled loss in gs.optimizers.jit": ("refused", "leave scale_loss", """
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1)); opt.build([v])
+gs.optimizers.jit(lambda: opt.minimize(lambda: opt.scale_loss(v * v), [v]), ([v], opt.variables))()
 """),
     "minimize of scaled losses that are summed": ("refused", "leave scale_loss", """
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1))
+v = gs.optimizers.Variable(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 opt.minimize(lambda: opt.scale_loss(v.value() ** 2).sum(), [v])
 """),
-    "minimize of scaled losses that are summed in gs.jit": ("refused", "leave scale_loss", """
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1)); opt.build([v])
-gs.jit(lambda: opt.minimize(lambda: opt.scale_loss(v.value() ** 2).sum(), [v]), ([v], opt.variables))()
+    "minimize of scaled losses that are summed in gs.optimizers.jit": ("refused", "leave scale_loss", """
+v = gs.optimizers.Variable(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1)); opt.build([v])
+gs.optimizers.jit(lambda: opt.minimize(lambda: opt.scale_loss(v.value() ** 2).sum(), [v]), ([v], opt.variables))()
 """),
     "minimize of a true loss, with a scaled one beside it": ("works", "", """
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1)); opt.build([v])
+v = gs.optimizers.Variable(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1)); opt.build([v])
 def loss():
     true = plain(v.value()); scaled = opt.scale_loss(true); return true, {"scaled": 2 * scaled}
 def divided(): scaled = opt.scale_loss(v.value() ** 2); return scaled.sum() / opt.loss_scale
 opt.minimize(loss, [v], has_aux=True); opt.minimize(divided, [v])
-gs.jit(lambda: opt.minimize(loss, [v], has_aux=True), ([v], opt.variables))()
+gs.optimizers.jit(lambda: opt.minimize(loss, [v], has_aux=True), ([v], opt.variables))()
 """),
     "compute_gradients of a scaled loss": ("refused", "leave scale_loss", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1))
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 opt.compute_gradients(lambda: opt.scale_loss(v * v), [v])
 """),
     "minimize of a scaled loss in tf2": ("refused", "get_scaled_loss, out of the loss", """
 from gainstage.compat import tf2
-v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.1))
+v = gs.optimizers.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 opt.minimize(lambda: opt.get_scaled_loss(v * v), [v])
 """),
     "minimize of a scaled callable in tf2": ("refused", "get_scaled_loss, out of the loss", """
 from gainstage.compat import tf2
-v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.1))
+v = gs.optimizers.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 opt.minimize(opt.get_scaled_loss(lambda: v * v), [v], grad_loss=2.0)
 """),
     "gradients that tf2 divided, divided again": ("refused", "without get_unscaled_gradients", """
 from gainstage.compat import tf2
-v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.1))
+v = gs.optimizers.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 opt.get_unscaled_gradients([g for g, _ in opt.compute_gradients(lambda: v * v, [v])])
 """),
     "gradients that nothing divided, after minimize in tf2": ("warns", "get_unscaled_gradients to be called", """
 from gainstage.compat import tf2
-v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.1)); opt.minimize(lambda: v * v, [v])
+v = gs.optimizers.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.1)); opt.minimize(lambda: v * v, [v])
 for _ in range(3): opt.apply_gradients([(jax.grad(lambda v: opt.get_scaled_loss(v * v))(v.value()), v)])
 """),
     "all ways to scale in tf2": ("works", "", """
 from gainstage.compat import tf2
-v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.125)); grad = jax.grad(lambda v: opt.get_scaled_loss(v * v))
+v = gs.optimizers.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.125)); grad = jax.grad(lambda v: opt.get_scaled_loss(v * v))
 for _ in range(2): opt.minimize(lambda: v * 1.0, [v]); opt.minimize(lambda: v * 1.0, [v], grad_loss=1.0)
 for _ in range(2): opt.apply_gradients([(g * 1, v) for g, v in opt.compute_gradients(lambda: v * 1.0, [v])])
 for _ in range(2): opt.apply_gradients(zip(opt.get_unscaled_gradients([grad(v.value())]), [v]))
 assert float(v) == 0.25 * 0.75**2
 """),
-    "a scale of an optimizer in jax.jit": ("refused", "scaled = gainstage.functionalize", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD()); opt.build([v])
+    "a scale of an optimizer in jax.jit": ("refused", "scaled = gainstage.optimizers.functionalize", """
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()); opt.build([v])
 jax.jit(jax.grad(lambda v: opt.scale_loss(v * v)))(1.0)
 """),
     "a scale that stateless_apply does not change": ("warns", "since stateless_apply", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD()); opt.build([v])
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()); opt.build([v])
 step = jax.jit(lambda state, w, scale: opt.stateless_apply(state, [w[0] * scale], w))
 w, state = [v.value()], [x.value() for x in opt.variables]
 for _ in range(30): w, state = step(state, w, opt.loss_scale)
 """),
     "a scale of the state of stateless_apply": ("works", "", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v])
-scaled = gs.functionalize(opt.scale_loss, opt.variables)
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v])
+scaled = gs.optimizers.functionalize(opt.scale_loss, opt.variables)
 grad = lambda state, w: jax.grad(lambda w: scaled(state, w[0])[0])(w)
 step = jax.jit(lambda state, w: opt.stateless_apply(state, grad(state, w), w))
 w, state = [v.value()], [x.value() for x in opt.variables]
@@ -399,32 +399,32 @@ for i in range(3): w, state = step(state, w); print(opt.loss_scale)
 assert w[0] == 0.25
 """),
     "a state of stateless_apply that is assigned": ("works", "", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD()); opt.build([v])
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()); opt.build([v])
 for _ in range(30):
     grads = [jnp.ones(()) * opt.loss_scale]
     (w,), state = opt.stateless_apply([x.value() for x in opt.variables], grads, [v.value()])
     for x, new in zip([v, *opt.variables], [w, *state]): x.assign(new)
 """),
     "variables that stateless_apply does not change, saved": ("warns", "Assign them first", """
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v])
-scaled = gs.functionalize(opt.scale_loss, opt.variables)
+v = gs.optimizers.Variable(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v])
+scaled = gs.optimizers.functionalize(opt.scale_loss, opt.variables)
 grad = lambda s, w: jax.grad(lambda w: scaled(s, plain(w[0]))[0])(w)
 step, tv, ov = jax.jit(lambda w, s: opt.stateless_apply(s, grad(s, w), w)), [v.value()], [x.value() for x in opt.variables]
 tv, ov = step(tv, ov); opt.save_own_variables({})
 """),
     "variables that stateless does not change, saved": ("warns", "Assign them first", """
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v]); state = [v, *opt.variables]
-run = jax.jit(gs.functionalize(lambda: opt.minimize(lambda: plain(v.value()), [v]), state))
+v = gs.optimizers.Variable(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v]); state = [v, *opt.variables]
+run = jax.jit(gs.optimizers.functionalize(lambda: opt.minimize(lambda: plain(v.value()), [v]), state))
 values = [x.value() for x in state]
 for _ in range(3): loss, values = run(values); opt.save_own_variables({})
 """),
     "variables that stateless reads, or that are assigned, saved": ("works", "", """
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v]); state = [v, *opt.variables]
-jax.jit(gs.functionalize(lambda: opt.scale_loss(plain(v.value())), state))([x.value() for x in state])
+v = gs.optimizers.Variable(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v]); state = [v, *opt.variables]
+jax.jit(gs.optimizers.functionalize(lambda: opt.scale_loss(plain(v.value())), state))([x.value() for x in state])
 opt.save_own_variables({})
-step = gs.jit(lambda: opt.minimize(lambda: plain(v.value()), [v]), state)
+step = gs.optimizers.jit(lambda: opt.minimize(lambda: plain(v.value()), [v]), state)
 step.lower(); opt.save_own_variables({}); step(); opt.save_own_variables({})
-run = jax.jit(gs.functionalize(lambda: opt.minimize(lambda: plain(v.value()), [v]), state))
+run = jax.jit(gs.optimizers.functionalize(lambda: opt.minimize(lambda: plain(v.value()), [v]), state))
 for _ in range(3):
     loss, values = run([x.value() for x in state])
     for x, new in zip(state, values): x.assign(new)
@@ -444,8 +444,8 @@ model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01)), "mse")
 for n in range(3): model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0); [float(model.optimizer.loss_scale) for _ in range(12)]
 """),
     "what stateless_apply returns, assigned and saved": ("works", "", """
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v])
-scaled = gs.functionalize(opt.scale_loss, opt.variables)
+v = gs.optimizers.Variable(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v])
+scaled = gs.optimizers.functionalize(opt.scale_loss, opt.variables)
 grad = lambda s, w: jax.grad(lambda w: scaled(s, plain(w[0]))[0])(w)
 step, tv, ov = jax.jit(lambda w, s: opt.stateless_apply(s, grad(s, w), w)), [v.value()], [x.value() for x in opt.variables]
 step.lower(tv, ov)
@@ -458,7 +458,7 @@ other.apply([w], [v]); other.save_own_variables({})
 """),
     "float16 times a scale": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
-assert jnp.isfinite(gs.scale_loss(jnp.float16(1000.0), state))
+assert jnp.isfinite(gs.transforms.scale_loss(jnp.float16(1000.0), state))
 """),
     "a state that was cast to half precision": ("refused", "got bfloat16.*inner=jax", """
 tx = gs.loss_scaled(optax.adam(0.1)); state = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tx.init(w))
@@ -503,18 +503,18 @@ tx.update(gs.value_and_grad(plain, one)(w)[1], two, w)
     "apply_updates with the old state": ("warns", "state of before the update", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 updates, new = tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
-gs.apply_updates(w, updates, state)
+gs.transforms.apply_updates(w, updates, state)
 """),
     "select_if_applied with the old state": ("warns", "state of before the update", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 updates, new = tx.update(gs.value_and_grad(plain, state)(w, NAN)[1], state, w)
-gs.select_if_applied(w * NAN, w, state)
+gs.transforms.select_if_applied(w * NAN, w, state)
 """),
     "a decision by the old state": ("warns", "state of before the update", """
 tx = gs.loss_scaled(sgd)
 def step(w, state):
     updates, new = tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
-    return gs.apply_updates(w, updates, new), new, gs.step_was_applied(state)
+    return gs.transforms.apply_updates(w, updates, new), new, gs.transforms.step_was_applied(state)
 jax.jit(step)(w, tx.init(w))
 """),
     "the inner state": ("refused", "tx.init", """
@@ -572,7 +572,7 @@ gs.loss_scaled(sgd, 2.0**10)
 gs.loss_scaled(sgd, gs.DynamicLossScale)
 """),
     "a rule and a scale": ("refused", "cannot be combined", """
-gs.LossScaleOptimizer(gs.optimizers.SGD(), 8.0, rule=gs.AdaptiveLossScale())
+gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(), 8.0, rule=gs.AdaptiveLossScale())
 """),
     "torch's name of the factor": ("refused", "Write multiplier. Its arguments are", """
 gs.DynamicLossScale(growth_factor=2.0)
@@ -607,19 +607,19 @@ gs.DynamicLossScale().update([w])
     "a fixed scale that is loaded": ("works", "", """
 tx, new = (gs.loss_scaled(sgd, gs.FixedLossScale(s)) for s in (2.0**40, 64.0))
 state = tx.init(w); _, state, _ = gs.train_step(plain, new)(w, state)
-assert gs.loss_scale(state) == 64
+assert gs.transforms.loss_scale(state) == 64
 """),
     "a first step that overflows 100 times": ("works", "", """
 tx = gs.loss_scaled(sgd, gs.DynamicLossScale(2.0**120)); state = tx.init(W)
 step = gs.train_step(half, tx, retries=120)
 W, state, loss = step(W, state, X)
-assert gs.step_was_applied(state) and gs.loss_scale(state) < 2.0**20
+assert gs.transforms.step_was_applied(state) and gs.transforms.loss_scale(state) < 2.0**20
 """),
     # ── retries ──────────────────────────────────────────────────────────────────────────────
     "retries with NaN data": ("works", "", """
 tx = gs.loss_scaled(sgd, telemetry=True); state = tx.init(w)
 w, state, _ = gs.train_step(plain, tx, retries=30)(w, state, NAN)
-assert gs.loss_scale(state) == 2.0**14 and gs.telemetry(state).skipped_steps == 1
+assert gs.transforms.loss_scale(state) == 2.0**14 and gs.diagnostics.telemetry(state).skipped_steps == 1
 """),
     "retries with a fixed scale": ("warns", "leave `retries` out", """
 calls = []
@@ -629,7 +629,7 @@ W, state, _ = gs.train_step(loss, tx, retries=8)(W, state, X); jax.effects_barri
 assert len(calls) == 1, len(calls)
 """),
     "retries of an optimizer with a fixed scale": ("warns", "leave `retries` out", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(), rule=gs.FixedLossScale(8.0))
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(), rule=gs.FixedLossScale(8.0))
 for _ in range(3): opt.minimize(lambda: v * v, [v], retries=2)
 """),
     "a negative number of retries": ("refused", "retries", """
@@ -650,42 +650,42 @@ tx = gs.loss_scaled(sgd); gs.train_step(lambda w, x: plain(w), tx)(w, tx.init(w)
 """),
     "scale_loss in value_and_grad": ("refused", "Leave scale_loss out", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
-gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state), state)(w)
+gs.value_and_grad(lambda w: gs.transforms.scale_loss(plain(w), state), state)(w)
 """),
     "scale_loss in train_step": ("refused", "Leave scale_loss out", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
-gs.train_step(lambda w: gs.scale_loss(plain(w), state), tx)(w, state)
+gs.train_step(lambda w: gs.transforms.scale_loss(plain(w), state), tx)(w, state)
 """),
     "loss_scale times the loss, in value_and_grad": ("refused", "Leave this factor out", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
-jax.jit(lambda w, s: gs.value_and_grad(lambda w: plain(w) * gs.loss_scale(s), s)(w))(w, state)
+jax.jit(lambda w, s: gs.value_and_grad(lambda w: plain(w) * gs.transforms.loss_scale(s), s)(w))(w, state)
 """),
     "loss_scale times each loss, in value_and_grad": ("refused", "Leave this factor out", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
-jax.jit(lambda w, s: gs.value_and_grad(lambda w: jnp.mean(gs.loss_scale(s) * w ** 2) + plain(w), s)(w))(w, state)
+jax.jit(lambda w, s: gs.value_and_grad(lambda w: jnp.mean(gs.transforms.loss_scale(s) * w ** 2) + plain(w), s)(w))(w, state)
 """),
     "loss_scale that is returned, or divides, in value_and_grad": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
-def beside(w, s): return plain(w), {"scale": gs.loss_scale(s), "scaled": plain(w) * gs.loss_scale(s)}
-def divided(w, s): return plain(w) / gs.loss_scale(s), 0
+def beside(w, s): return plain(w), {"scale": gs.transforms.loss_scale(s), "scaled": plain(w) * gs.transforms.loss_scale(s)}
+def divided(w, s): return plain(w) / gs.transforms.loss_scale(s), 0
 def again(w, s):
-    g = jax.grad(lambda w: plain(w) * gs.loss_scale(s))(w) / gs.loss_scale(s)
-    return plain(w) + jnp.sum(g * g) + 0.0 * gs.loss_scale(s), 0
+    g = jax.grad(lambda w: plain(w) * gs.transforms.loss_scale(s))(w) / gs.transforms.loss_scale(s)
+    return plain(w) + jnp.sum(g * g) + 0.0 * gs.transforms.loss_scale(s), 0
 for f in (beside, divided, again):
     for run in (jax.jit, lambda f: f):
         run(lambda w, s: gs.value_and_grad(f, s, has_aux=True)(w, s))(w, state)
 """),
     "scale_loss of a part, in value_and_grad": ("refused", "Leave scale_loss out", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
-gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state) + 1.0, state)(w)
+gs.value_and_grad(lambda w: gs.transforms.scale_loss(plain(w), state) + 1.0, state)(w)
 """),
     "scale_loss of what it has returned": ("refused", "Multiply once", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
-jax.jit(jax.grad(lambda w, s: gs.scale_loss(gs.scale_loss(plain(w), s), s)))(w, state)
+jax.jit(jax.grad(lambda w, s: gs.transforms.scale_loss(gs.transforms.scale_loss(plain(w), s), s)))(w, state)
 """),
     "scale_loss of what an optimizer's has returned": ("refused", "Multiply once", """
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD()); opt.build([v])
-gs.jit(lambda: jax.grad(lambda w: opt.scale_loss(opt.scale_loss(plain(w)) / 2))(v.value()), ([v], opt.variables))()
+v = gs.optimizers.Variable(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()); opt.build([v])
+gs.optimizers.jit(lambda: jax.grad(lambda w: opt.scale_loss(opt.scale_loss(plain(w)) / 2))(v.value()), ([v], opt.variables))()
 """),
     "get_scaled_loss of what it has returned": ("refused", "Multiply once", """
 from gainstage.compat import tf2
@@ -697,9 +697,9 @@ import keras; from gainstage.interop.keras import LossScaleOptimizer
 opt = LossScaleOptimizer(keras.optimizers.SGD(0.1)); opt.scale_loss(opt.scale_loss(jnp.float32(1.0)))
 """),
     "scale_loss of several losses, and of one that is true again": ("works", "", """
-tx = gs.loss_scaled(sgd); state = tx.init(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD())
+tx = gs.loss_scaled(sgd); state = tx.init(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD())
 for scaled, scale in [(opt.scale_loss, lambda: opt.loss_scale),
-                      (lambda x: gs.scale_loss(x, state), lambda: gs.loss_scale(state))]:
+                      (lambda x: gs.transforms.scale_loss(x, state), lambda: gs.transforms.loss_scale(state))]:
     def total(w):
         one, two = scaled(plain(w)), scaled(2 * plain(w))
         return one + two + scaled(one / scale())
@@ -712,7 +712,7 @@ for scaled, scale in [(opt.scale_loss, lambda: opt.loss_scale),
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 def turn(w, x, state):
     grads = gs.value_and_grad(plain, state)(w, x)[1]
-    return gs.apply_updates(w, *tx.update(grads, state, w)), x
+    return gs.transforms.apply_updates(w, *tx.update(grads, state, w)), x
 jax.jit(lambda w, s: jax.lax.scan(lambda w, x: turn(w, x, s), w, jnp.ones(3)))(w, state)
 """),
     "the same with train_step": ("warns", "a part of the carry", """
@@ -732,7 +732,7 @@ run = jax.jit(lambda w, s: jax.lax.cond(w[0] > 0, lambda: step(w, s, 1.0)[:2], l
 assert float(run(w, tx.init(w))[0][0]) < 1
 """),
     "a part with its own scale, and no loss scale": ("warns", "No loss was multiplied", """
-tx = gs.loss_scaled(sgd); state = tx.init(w); part = gs.locally_scaled(lambda w: w * 2.0, 8.0)
+tx = gs.loss_scaled(sgd); state = tx.init(w); part = gs.transforms.locally_scaled(lambda w: w * 2.0, 8.0)
 tx.update(jax.grad(lambda w: plain(part(w)))(w), state, w)
 """),
     "an integer parameter": ("works", "", """
@@ -755,7 +755,7 @@ tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
 for _ in range(130): w, state, _ = step(w, state, NAN)
 """),
     "an optimizer without a step": ("warns", "in a row were skipped", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD())
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD())
 for _ in range(130): opt.minimize(lambda: v * NAN, [v])
 """),
     "short runs of one transformation": ("works", "", """
@@ -765,11 +765,11 @@ for _ in range(5):
     for _ in range(40): v, state, _ = step(v, state, NAN)
 """),
     "an optimizer without a step, with apply_if": ("warns", "in a row were skipped", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD()); opt.scale_loss(1.0)
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()); opt.scale_loss(1.0)
 for n in range(130): opt.apply([NAN], [v], apply_if=n >= 0)
 """),
     "bad gradients that apply_if leaves out": ("works", "", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD()); opt.scale_loss(1.0)
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()); opt.scale_loss(1.0)
 for n in range(130): opt.apply([NAN], [v], apply_if=[False, jnp.array(False)][n % 2])
 for n in range(130): opt.apply([NAN if n % 2 else 1.0], [v], apply_if=True)
 """),
@@ -785,7 +785,7 @@ for i in range(130): w, state, _ = step(w, state, NAN if i % 2 else 1.0)
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 one, two = gs.train_step(plain, tx), gs.train_step(lambda w: 2 * plain(w), tx)
 for step in (one, two, one, two): w, state, _ = step(w, state)
-assert gs.step_was_applied(state)
+assert gs.transforms.step_was_applied(state)
 """),
     # ── a mesh ───────────────────────────────────────────────────────────────────────────────
     "a batch of the host on a mesh": ("warns", "PartitionSpec\\(\"data\"\\)", MESH + """
@@ -793,9 +793,9 @@ tx = gs.loss_scaled(sgd); p, x = jax.device_put(W, whole), np.ones((256, 4), np.
 state, step = tx.init(p), gs.train_step(half, tx)
 for _ in range(3): p, state, _ = step(p, state, x)
 """),
-    "a batch of the host on a mesh, with gs.jit": ("warns", "PartitionSpec\\(\"data\"\\)", MESH + """
-v = gs.Variable(jax.device_put(W, whole)); opt = gs.LossScaleOptimizer(gs.optimizers.SGD()); opt.build([v])
-step = gs.jit(lambda x: opt.minimize(lambda: half(v.value(), x), [v]), ([v], opt.variables))
+    "a batch of the host on a mesh, with gs.optimizers.jit": ("warns", "PartitionSpec\\(\"data\"\\)", MESH + """
+v = gs.optimizers.Variable(jax.device_put(W, whole)); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()); opt.build([v])
+step = gs.optimizers.jit(lambda x: opt.minimize(lambda: half(v.value(), x), [v]), ([v], opt.variables))
 for _ in range(3): step(np.ones((256, 4), np.float32))
 """),
     "batches that lie right on a mesh": ("works", "", MESH + """
@@ -811,7 +811,7 @@ for loss, batch in [
     for _ in range(3): p, state, _ = step(p, state, batch)
 p = jax.device_put(W, whole); state = tx.init(p)
 gs.train_step(lambda w, x, k: half(w, x), tx)(p, state, jax.device_put(x, rows), np.ones((2048,)))
-v = gs.Variable(jax.device_put(np.ones((1024, 8), np.float32), whole)); opt = gs.optimizers.SGD()
+v = gs.optimizers.Variable(jax.device_put(np.ones((1024, 8), np.float32), whole)); opt = gs.optimizers.SGD()
 for _ in range(3): opt.apply([np.ones((1024, 8), np.float32)], [v])
 """),
     "the loss of each device's part": ("warns", "jax.lax.pmean\\(loss, 'data'\\)", MESH + """
@@ -823,7 +823,7 @@ f(W, tx.init(W), X)
 tx = gs.loss_scaled(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=(P(), P()))
 def step(loss, after, p, s, x):
     grads = gs.value_and_grad(loss, s)(p, x)[1]
-    updates, s = tx.update(jax.tree.map(after, grads), s, p); return gs.apply_updates(p, updates, s), s
+    updates, s = tx.update(jax.tree.map(after, grads), s, p); return gs.transforms.apply_updates(p, updates, s), s
 run = lambda loss, after=lambda g: g: jax.jit(jax.shard_map(lambda *a: step(loss, after, *a), **spec))(p, tx.init(p), X)
 for _ in range(2): run(half)
 """),
@@ -831,7 +831,7 @@ for _ in range(2): run(half)
 tx = gs.loss_scaled(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=(P(), P()))
 def step(loss, after, p, s, x):
     grads = gs.value_and_grad(loss, s)(p, x)[1]
-    updates, s = tx.update(jax.tree.map(after, grads), s, p); return gs.apply_updates(p, updates, s), s
+    updates, s = tx.update(jax.tree.map(after, grads), s, p); return gs.transforms.apply_updates(p, updates, s), s
 run = lambda loss, after=lambda g: g: jax.jit(jax.shard_map(lambda *a: step(loss, after, *a), **spec))(p, tx.init(p), X)
 one = tx.update(gs.value_and_grad(half, tx.init(p))(p, X)[1], tx.init(p), p)[0] + p
 mean, total = lambda w, x: jax.lax.pmean(half(w, x), 'data'), lambda w, x: jax.lax.psum(half(w, x) / 8, 'data')
@@ -869,13 +869,13 @@ def grad(w, x): return gs.distributed.mean_gradients(jax.grad(half)(w, x), 'data
 jax.jit(jax.shard_map(grad, mesh=mesh, in_specs=(P(), P('data')), out_specs=P(), check_vma=False))(W, X)
 """),
     # ── the telemetry of a loop ──────────────────────────────────────────────────────────────
-    "alarms without telemetry": ("warns", "gainstage.telemetry", """
+    "alarms without telemetry": ("warns", "gainstage.diagnostics.telemetry", """
 from gainstage.diagnostics import Alarms
 tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
 with Alarms() as alarms:
     for n in range(20):
         w, state, loss = step(w, state)
-        alarms.write(n, loss=loss, loss_scale=gs.loss_scale(state))
+        alarms.write(n, loss=loss, loss_scale=gs.transforms.loss_scale(state))
 """),
     "alarms that get other records too": ("works", "", """
 from gainstage.diagnostics import Alarms
@@ -883,13 +883,13 @@ tx = gs.loss_scaled(sgd, telemetry=True); state, step = tx.init(w), gs.train_ste
 with Alarms() as alarms:
     for n in range(40):
         alarms.write(n, validation=1.0)
-        if n > 3: w, state, loss = step(w, state); alarms.write(n, gs.telemetry(state), loss=loss)
+        if n > 3: w, state, loss = step(w, state); alarms.write(n, gs.diagnostics.telemetry(state), loss=loss)
 """),
     "steps that begin again in each epoch": ("warns", "epoch \\* steps_per_epoch", """
 from gainstage.diagnostics import JsonLines; import tempfile
 tx = gs.loss_scaled(sgd, telemetry=True); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
 run = JsonLines(tempfile.mkdtemp() + "/run.jsonl", every=6)
-for n in [0, 1, 2, 3, 4] * 4: w, state, loss = step(w, state); run.write(n, gs.telemetry(state), loss=loss)
+for n in [0, 1, 2, 3, 4] * 4: w, state, loss = step(w, state); run.write(n, gs.diagnostics.telemetry(state), loss=loss)
 run.close()
 """),
     "steps that go back to a checkpoint": ("works", "", """
@@ -898,99 +898,99 @@ tx = gs.loss_scaled(sgd, telemetry=True); state, step = tx.init(w), gs.train_ste
 run = JsonLines(tempfile.mkdtemp() + "/run.jsonl", every=6)
 kept = w, state
 for n in range(10):
-    w, state, loss = step(w, state); run.write(n, gs.telemetry(state), loss=loss); run.write(n, validation=1.0)
+    w, state, loss = step(w, state); run.write(n, gs.diagnostics.telemetry(state), loss=loss); run.write(n, validation=1.0)
 for first in (0, 5):
     w, state = kept
-    for n in range(first, 10): w, state, loss = step(w, state); run.write(n, gs.telemetry(state), loss=loss)
+    for n in range(first, 10): w, state, loss = step(w, state); run.write(n, gs.diagnostics.telemetry(state), loss=loss)
 run.close()
 """),
     "telemetry of a scan and of an optimizer": ("works", "", """
 from gainstage.diagnostics import Alarms
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1), telemetry=True)
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1), telemetry=True)
 with Alarms() as alarms:
-    for n in range(20): opt.minimize(lambda: v * v, [v]); alarms.write(n, gs.telemetry(opt))
+    for n in range(20): opt.minimize(lambda: v * v, [v]); alarms.write(n, gs.diagnostics.telemetry(opt))
     tx = gs.loss_scaled(sgd, telemetry=True); step = gs.train_step(plain, tx)
-    def body(now, x): new = step(*now, x)[:2]; return new, gs.telemetry(new[1])
+    def body(now, x): new = step(*now, x)[:2]; return new, gs.diagnostics.telemetry(new[1])
     _, infos = jax.lax.scan(body, (w, tx.init(w)), jnp.ones(20))
     for n in range(20): alarms.write(20 + n, jax.tree.map(lambda x: x[n], infos))
 """),
     # ── optimizers ───────────────────────────────────────────────────────────────────────────
     "one optimizer in two wrappers": ("refused", "already wrapped", """
-inner = gs.optimizers.SGD(); one = gs.LossScaleOptimizer(inner); gs.LossScaleOptimizer(inner)
+inner = gs.optimizers.SGD(); one = gs.optimizers.LossScaleOptimizer(inner); gs.optimizers.LossScaleOptimizer(inner)
 """),
     "a class for an optimizer": ("refused", "optimizer", """
-gs.LossScaleOptimizer(gs.optimizers.SGD)
+gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD)
 """),
     "an optax transformation for an optimizer": ("refused", "optimizer", """
-gs.LossScaleOptimizer(sgd)
+gs.optimizers.LossScaleOptimizer(sgd)
 """),
     "an option on both": ("refused", "clipnorm", """
-gs.LossScaleOptimizer(gs.optimizers.SGD(clipnorm=1.0), clipnorm=2.0)
+gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(clipnorm=1.0), clipnorm=2.0)
 """),
     "two clips": ("refused", "at most one", """
 gs.optimizers.SGD(clipnorm=1.0, clipvalue=1.0)
 """),
     "an unknown variable": ("refused", "built with", """
-v, u = gs.Variable(1.0), gs.Variable(1.0); opt = gs.optimizers.SGD(); opt.build([v]); opt.apply([1.0], [u])
+v, u = gs.optimizers.Variable(1.0), gs.optimizers.Variable(1.0); opt = gs.optimizers.SGD(); opt.build([v]); opt.apply([1.0], [u])
 """),
     "a gradient of another shape": ("refused", "shape", """
-v = gs.Variable(w); gs.optimizers.SGD().apply([jnp.ones(4)], [v])
+v = gs.optimizers.Variable(w); gs.optimizers.SGD().apply([jnp.ones(4)], [v])
 """),
     "a string for a rate": ("refused", "learning_rate", """
 gs.optimizers.SGD('0.1')
 """),
     "a read in plain jax.jit": ("refused", "gainstage", """
-v = gs.Variable(1.0); opt = gs.optimizers.SGD(0.1); opt.build([v])
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.SGD(0.1); opt.build([v])
 jax.jit(lambda: opt.apply([1.0], [v]))()
 """),
-    "a variable that gs.jit is not told of": ("refused", "state", """
-v = gs.Variable(1.0); opt = gs.optimizers.SGD(0.1); opt.build([v])
-gs.jit(lambda: opt.apply([1.0], [v]), state=[v])()
+    "a variable that gs.optimizers.jit is not told of": ("refused", "state", """
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.SGD(0.1); opt.build([v])
+gs.optimizers.jit(lambda: opt.apply([1.0], [v]), state=[v])()
 """),
     "jnp functions of a variable": ("refused", "value\\(\\)", """
-jnp.sum(gs.Variable(w))
+jnp.sum(gs.optimizers.Variable(w))
 """),
     "a rate that is assigned": ("works", "", """
-v = gs.Variable(1.0); opt = gs.optimizers.SGD(0.1); opt.build([v]); opt.learning_rate = 0.5
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.SGD(0.1); opt.build([v]); opt.learning_rate = 0.5
 opt.apply([1.0], [v]); assert float(v) == 0.5
 """),
     "decay that is excluded too late": ("refused", "before build", """
-v = gs.Variable(1.0); opt = gs.optimizers.SGD(); opt.build([v]); opt.exclude_from_weight_decay([v])
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.SGD(); opt.build([v]); opt.exclude_from_weight_decay([v])
 """),
     "decay that is excluded from another decay": ("refused", r"mask=\[True, False\]", """
-v, b = gs.Variable(1.0), gs.Variable(1.0, name="bias")
-opt = gs.LossScaleOptimizer(gs.optimizers.from_optax(optax.adamw(0.1))); opt.exclude_from_weight_decay(var_names=["bias"])
+v, b = gs.optimizers.Variable(1.0), gs.optimizers.Variable(1.0, name="bias")
+opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.from_optax(optax.adamw(0.1))); opt.exclude_from_weight_decay(var_names=["bias"])
 opt.minimize(lambda: v * b, [v, b])
 """),
     "decay that is excluded for no variable": ("warns", "leaves out none", """
-v, b = gs.Variable(1.0), gs.Variable(1.0); opt = gs.optimizers.AdamW()
+v, b = gs.optimizers.Variable(1.0), gs.optimizers.Variable(1.0); opt = gs.optimizers.AdamW()
 opt.exclude_from_weight_decay(var_names=["bias"])
 for _ in range(2): opt.apply([1.0, 1.0], [v, b])
 """),
     "decay that is excluded for a variable that is not trained": ("warns", "var_list=\\['other'\\] leaves", """
-v, b = gs.Variable(1.0), gs.Variable(1.0, name="other"); opt = gs.optimizers.SGD(weight_decay=0.1)
+v, b = gs.optimizers.Variable(1.0), gs.optimizers.Variable(1.0, name="other"); opt = gs.optimizers.SGD(weight_decay=0.1)
 opt.exclude_from_weight_decay([b]); opt.build([v])
 """),
     "decay that is excluded, by some names in vain": ("works", "", """
-v, b = gs.Variable(1.0, name="kernel"), gs.Variable(1.0, name="bias"); opt = gs.optimizers.AdamW()
-opt.exclude_from_weight_decay([gs.Variable(1.0)], ["bias", "LayerNorm"]); opt.build([v, b])
+v, b = gs.optimizers.Variable(1.0, name="kernel"), gs.optimizers.Variable(1.0, name="bias"); opt = gs.optimizers.AdamW()
+opt.exclude_from_weight_decay([gs.optimizers.Variable(1.0)], ["bias", "LayerNorm"]); opt.build([v, b])
 """),
     "decay that is excluded from a bias in a model without one": ("works", "", """
-v = gs.Variable(1.0, name="kernel"); opt = gs.optimizers.AdamW()
+v = gs.optimizers.Variable(1.0, name="kernel"); opt = gs.optimizers.AdamW()
 opt.exclude_from_weight_decay(var_names=["bias"]); opt.build([v])
 """),
     "decay that is excluded where there is none": ("works", "", """
-v = gs.Variable(1.0); opt = gs.optimizers.SGD(); opt.exclude_from_weight_decay(var_names=["bias"]); opt.build([v])
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.SGD(); opt.exclude_from_weight_decay(var_names=["bias"]); opt.build([v])
 opt = gs.optimizers.from_optax(sgd, weight_decay=0.1); opt.exclude_from_weight_decay([v]); opt.build([v])
 """),
     "a schedule with a Python condition": ("refused", r"jax\.numpy\.where\(step", """
-v = gs.Variable(1.0); gs.optimizers.SGD(lambda step: 0.5 if step < 1 else 0.25).apply([1.0], [v])
+v = gs.optimizers.Variable(1.0); gs.optimizers.SGD(lambda step: 0.5 if step < 1 else 0.25).apply([1.0], [v])
 """),
     "a schedule with numpy": ("refused", "learning_rate\\(step\\) to work on an array.*jit_compile=False", """
-v = gs.Variable(1.0); gs.LossScaleOptimizer(gs.optimizers.SGD(lambda step: np.cos(step))).minimize(lambda: v * v, [v])
+v = gs.optimizers.Variable(1.0); gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(lambda step: np.cos(step))).minimize(lambda: v * v, [v])
 """),
     "a schedule with a Python condition, uncompiled": ("works", "", """
-v = gs.Variable(1.0); opt = gs.optimizers.SGD(lambda step: 0.5 if step < 1 else 0.25, jit_compile=False)
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.SGD(lambda step: 0.5 if step < 1 else 0.25, jit_compile=False)
 for _ in range(2): opt.apply([1.0], [v])
 assert float(v) == 0.25
 """),
@@ -998,30 +998,30 @@ assert float(v) == 0.25
 class Own(gs.optimizers.SGD):
     def build(self, var_list):
         super().build(var_list); self.built = True
-v = gs.Variable(1.0); gs.LossScaleOptimizer(Own(0.5)).minimize(lambda: v * 1.0, [v]); assert float(v) == 0.5
+v = gs.optimizers.Variable(1.0); gs.optimizers.LossScaleOptimizer(Own(0.5)).minimize(lambda: v * 1.0, [v]); assert float(v) == 0.5
 """),
     "built, set without a base that builds": ("refused", r"super\(\)\.build\(var_list\) to set built; got True", """
 class Own(gs.optimizers.SGD):
     def build(self, var_list):
         self.built = True
-Own(0.5).build([gs.Variable(1.0)])
+Own(0.5).build([gs.optimizers.Variable(1.0)])
 """),
     "half-precision variables": ("warns", "master_weights=True", """
-v = gs.Variable(jnp.ones(3, jnp.bfloat16)); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1))
+v = gs.optimizers.Variable(jnp.ones(3, jnp.bfloat16)); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 for _ in range(2): opt.minimize(lambda: (v * v).sum(), [v])
 """),
     "half-precision variables with master weights": ("works", "", """
-v = gs.Variable(jnp.ones(3, jnp.float16)); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1, master_weights=True))
+v = gs.optimizers.Variable(jnp.ones(3, jnp.float16)); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1, master_weights=True))
 opt.minimize(lambda: (v * v).sum(), [v])
 """),
     "accumulation that is set too late": ("refused", "before the optimizer is built", """
-v = gs.Variable(1.0); opt = gs.optimizers.SGD(); opt.build([v]); opt.gradient_accumulation_steps = 2
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.SGD(); opt.build([v]); opt.gradient_accumulation_steps = 2
 """),
     "a missing gradient": ("warns", "No gradient for", """
-v, u = gs.Variable(1.0), gs.Variable(1.0); gs.optimizers.SGD().apply([1.0, None], [v, u])
+v, u = gs.optimizers.Variable(1.0), gs.optimizers.Variable(1.0); gs.optimizers.SGD().apply([1.0, None], [v, u])
 """),
     "only missing gradients": ("refused", "at least one", """
-v = gs.Variable(1.0); gs.optimizers.SGD().apply([None], [v])
+v = gs.optimizers.Variable(1.0); gs.optimizers.SGD().apply([None], [v])
 """),
     # ── models ───────────────────────────────────────────────────────────────────────────────
     "an NNX model": ("works", "", """

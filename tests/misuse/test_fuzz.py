@@ -26,7 +26,16 @@ from gainstage._base import configurable
 from gainstage.compat import experimental, tf2
 from gainstage.diagnostics import JsonLines, read_run
 from gainstage.interop import importers
-from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, RMSprop, schedules
+from gainstage.optimizers import (
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    AdamW,
+    LossScaleOptimizer,
+    RMSprop,
+    schedules,
+)
 
 SRC = Path(gs.__file__).parent
 QUICK = settings(
@@ -130,9 +139,9 @@ OPTIMIZERS = [
     Adagrad(0.1, initial_accumulator_value=0.5, loss_scale_factor=4.0),
     Adadelta(0.1, rho=0.5),
     Adadelta(0.1, ema_overwrite_frequency=3, global_clipnorm=1.0),
-    gs.LossScaleOptimizer(Adam(SCHEDULES[3]), 8.0, 3, use_ema=True, telemetry=True),
-    gs.LossScaleOptimizer(SGD(0.1), 8.0, dynamic=False),
-    gs.LossScaleOptimizer(Adagrad(0.1), rule=RULES[2], clipnorm=1.0),
+    LossScaleOptimizer(Adam(SCHEDULES[3]), 8.0, 3, use_ema=True, telemetry=True),
+    LossScaleOptimizer(SGD(0.1), 8.0, dynamic=False),
+    LossScaleOptimizer(Adagrad(0.1), rule=RULES[2], clipnorm=1.0),
     tf2.LossScaleOptimizer(SGD(0.1), True, 8.0, 3),
 ]
 BASES = {
@@ -207,8 +216,10 @@ def test_configurations(data):
 
 def built(**options):
     names = [("a", (2, 3)), ("b", ()), ("b", (4,))]
-    variables = [gs.Variable(np.ones(shape, np.float32), name=name) for name, shape in names]
-    opt = gs.LossScaleOptimizer(Adam(0.1, **options), 8.0, telemetry=True)
+    variables = [
+        gs.optimizers.Variable(np.ones(shape, np.float32), name=name) for name, shape in names
+    ]
+    opt = LossScaleOptimizer(Adam(0.1, **options), 8.0, telemetry=True)
     opt.build(variables)
     opt.apply([np.full(v.shape, 3.0, np.float32) for v in variables], variables)
     return variables, opt
@@ -329,7 +340,7 @@ def test_states_of_peers(data):
         rule, state = found
         assert float(state.scale) == np.float32(broken[scale])
         assert int(state.good_steps) == broken[count]
-        opt = gs.LossScaleOptimizer(SGD(0.5), rule=rule)
+        opt = LossScaleOptimizer(SGD(0.5), rule=rule)
         importers.load_into(opt, state)
         assert (float(opt.dynamic_scale), int(opt.step_counter)) == (state.scale, state.good_steps)
 

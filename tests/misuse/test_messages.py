@@ -9,14 +9,15 @@ import pytest
 
 import gainstage as gs
 from gainstage.compat import experimental, tf2, v1
-from gainstage.optimizers import from_optax, schedules
+from gainstage.optimizers import LossScaleOptimizer, Variable, from_optax, functionalize, schedules
+from gainstage.transforms import loss_scale
 
 
 def test_an_optimizer_shows_its_rate_its_scale_and_whether_it_is_built():
     """`repr` has the class, the name, the rate, the scale, the rule, and what it was built for."""
-    weight, inner = gs.Variable(1.0), gs.optimizers.Adam(0.001)
+    weight, inner = Variable(1.0), gs.optimizers.Adam(0.001)
     assert repr(inner) == "<Adam 'adam': learning rate 0.001, not built>"
-    opt = gs.LossScaleOptimizer(inner, 2.0**20)
+    opt = LossScaleOptimizer(inner, 2.0**20)
     opt.build([weight])
     assert repr(opt) == (
         "<LossScaleOptimizer 'loss_scale_optimizer': scale 1048576, rule DynamicLossScale, around "
@@ -28,10 +29,10 @@ def test_an_optimizer_shows_its_rate_its_scale_and_whether_it_is_built():
 
 def test_a_representation_needs_no_value():
     """`repr` works where there is nothing to read: while tracing, and for what is only planned."""
-    opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.5))
-    opt.build([gs.Variable(jax.ShapeDtypeStruct((2,), jnp.float32))])
+    opt = LossScaleOptimizer(gs.optimizers.SGD(0.5))
+    opt.build([Variable(jax.ShapeDtypeStruct((2,), jnp.float32))])
     said = []
-    jax.jit(gs.functionalize(lambda: said.append(repr(opt)), opt.variables))(
+    jax.jit(functionalize(lambda: said.append(repr(opt)), opt.variables))(
         [v.value() for v in opt.variables]
     )
     assert "scale unknown" in said[0]
@@ -39,14 +40,14 @@ def test_a_representation_needs_no_value():
 
 
 def test_a_compiled_function_shows_its_name_and_its_state():
-    """`repr` of `gs.jit` has the function's name, the number of variables, and `donate`."""
-    step = gs.jit(lambda: None, [gs.Variable(1.0)], donate=True)
-    assert repr(step) == "<gainstage.jit of <lambda>: 1 variables, donate=True>"
+    """`repr` of a compiled function has its name, the number of variables, and `donate`."""
+    step = gs.optimizers.jit(lambda: None, [Variable(1.0)], donate=True)
+    assert repr(step) == "<gainstage.optimizers.jit of <lambda>: 1 variables, donate=True>"
 
 
 def test_gradients_of_a_loss_that_nobody_scaled_are_warned_of_once():
     """`apply` warns, once, if the scale that it divides by was never asked for."""
-    weight, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.optimizers.SGD(0.5))
+    weight, opt = Variable(1.0), LossScaleOptimizer(gs.optimizers.SGD(0.5))
     with pytest.warns(UserWarning, match="no loss was multiplied by it: use `minimize`"):
         opt.apply([1.0], [weight])
     with warnings.catch_warnings(action="error"):
@@ -66,7 +67,7 @@ def test_gradients_of_a_loss_that_nobody_scaled_are_warned_of_once():
 )
 def test_gradients_of_a_scaled_loss_are_not_warned_of(use):
     """Every way to multiply a loss by the scale counts as scaling."""
-    weight, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.optimizers.SGD(0.25))
+    weight, opt = Variable(1.0), LossScaleOptimizer(gs.optimizers.SGD(0.25))
     with warnings.catch_warnings(action="error"):
         use(opt, weight)
     assert float(weight) == 0.5
@@ -76,7 +77,7 @@ def test_gradients_of_a_scaled_loss_are_not_warned_of(use):
 def test_a_print_of_the_scale_silences_nothing(read):
     """Gradients of a loss that was not scaled are warned of, once, though the scale was read
     before the first step."""
-    weight, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.optimizers.SGD(0.25))
+    weight, opt = Variable(1.0), LossScaleOptimizer(gs.optimizers.SGD(0.25))
     print(getattr(opt, read))
     opt.apply([2.0], [weight])
     with pytest.warns(UserWarning, match="no loss was multiplied by it"):
@@ -86,14 +87,14 @@ def test_a_print_of_the_scale_silences_nothing(read):
 
 def test_a_cell_that_is_run_again_is_told_what_to_do():
     """Wrapping an optimizer again, or training a new variable of an old name, names the remedy."""
-    weight, inner = gs.Variable(1.0, name="w"), gs.optimizers.SGD(0.5)
-    opt = gs.LossScaleOptimizer(inner)
+    weight, inner = Variable(1.0, name="w"), gs.optimizers.SGD(0.5)
+    opt = LossScaleOptimizer(inner)
     with pytest.raises(
         ValueError, match=r"already wrapped by 'loss_scale_optimizer'.*Create a new"
     ):
-        gs.LossScaleOptimizer(inner)
+        LossScaleOptimizer(inner)
     opt.minimize(lambda: weight * weight, [weight])
-    again = gs.Variable(1.0, name="w")
+    again = Variable(1.0, name="w")
     with pytest.raises(ValueError, match=r"another variable of that name.*create a new optimizer"):
         opt.minimize(lambda: again * again, [again])
 
@@ -101,7 +102,7 @@ def test_a_cell_that_is_run_again_is_told_what_to_do():
 def test_a_mesh_that_is_missing_is_named():
     """`shard_state_over` with variables on one device says how to put them on a mesh."""
     with pytest.raises(ValueError, match="Put the variables on a mesh first"):
-        gs.optimizers.SGD(shard_state_over="data").build([gs.Variable(1.0)])
+        gs.optimizers.SGD(shard_state_over="data").build([Variable(1.0)])
 
 
 NAMES = [f"blocks/{i}/attention/kernel" for i in range(200)]
@@ -109,11 +110,11 @@ NAMES = [f"blocks/{i}/attention/kernel" for i in range(200)]
 
 def large(tx=None):
     """A pytree of 200 leaves, and the same as variables."""
-    return {name: jnp.ones(2) for name in NAMES}, [gs.Variable([1.0], name=n) for n in NAMES]
+    return {name: jnp.ones(2) for name in NAMES}, [Variable([1.0], name=n) for n in NAMES]
 
 
 def built(**options):
-    opt = gs.LossScaleOptimizer(gs.optimizers.Adam(0.1, **options))
+    opt = LossScaleOptimizer(gs.optimizers.Adam(0.1, **options))
     opt.build(large()[1])
     return opt
 
@@ -151,7 +152,7 @@ def donated():
 def two_scales():
     tx = gs.loss_scaled(optax.adam(0.1))
     state = tx.init(large()[0])
-    gs.loss_scale([state, state])
+    loss_scale([state, state])
 
 
 LONG = {
@@ -159,18 +160,18 @@ LONG = {
         gs.loss_scaled(optax.adam(0.1)), large()[0], optax.adam(0.1).init(large()[0])
     ),
     "value_and_grad": lambda: gs.value_and_grad(loss_fn, optax.adam(0.1).init(large()[0])),
-    "loss_scale": lambda: gs.loss_scale(optax.adam(0.1).init(large()[0])),
+    "loss_scale": lambda: loss_scale(optax.adam(0.1).init(large()[0])),
     "two scales": two_scales,
-    "telemetry": lambda: gs.telemetry(optax.adam(0.1).init(large()[0])),
+    "telemetry": lambda: gs.diagnostics.telemetry(optax.adam(0.1).init(large()[0])),
     "loss": lambda: gs.value_and_grad(
         lambda p: p, gs.loss_scaled(optax.adam(0.1)).init(large()[0])
     )(large()[0]),
     "structure": changed_structure,
     "other parameters": other_parameters,
     "donated": donated,
-    "functional": lambda: gs.functionalize(lambda: None, large()[1])(large()[0]),
+    "functional": lambda: functionalize(lambda: None, large()[1])(large()[0]),
     "build twice": lambda: built().build(large()[1]),
-    "unknown variable": lambda: built().apply([1.0], [gs.Variable(1.0)]),
+    "unknown variable": lambda: built().apply([1.0], [Variable(1.0)]),
     "too few": lambda: built().apply([1.0]),
     "all None": lambda: built().apply([None] * 200),
     "set_weights": lambda: built().set_weights([1.0]),
@@ -183,7 +184,7 @@ LONG = {
     "masks": lambda: from_optax(optax.masked(optax.sgd(0.1), dict.fromkeys(NAMES, True))).build(
         large()[1]
     ),
-    "select_if_applied": lambda: gs.select_if_applied(
+    "select_if_applied": lambda: gs.transforms.select_if_applied(
         large()[0], {"a": 1.0}, gs.loss_scaled(optax.sgd(0.1)).init(large()[0])
     ),
     "has_aux": lambda: gs.optimizers.SGD(0.1).minimize(
@@ -203,7 +204,7 @@ def test_errors_about_a_large_model_are_short(name):
     assert len(str(error.value)) <= 600
 
 
-w = gs.Variable(1.0, name="w")
+w = Variable(1.0, name="w")
 
 
 class Own(experimental.LossScale):
@@ -256,7 +257,7 @@ HELPFUL = {
     "names in var_list": (
         lambda: gs.optimizers.SGD().minimize(lambda: w**2, ["w"]),
         TypeError,
-        r"gainstage\.Variable objects in var_list; got 'w'",
+        r"gainstage\.optimizers\.Variable objects in var_list; got 'w'",
     ),
     "no var_list": (
         lambda: gs.optimizers.SGD().minimize(lambda: w**2, None),
@@ -279,7 +280,7 @@ HELPFUL = {
         r"for optimizer; got 'sgd'\. Use gainstage\.optimizers\.get\('sgd'\)",
     ),
     "a class": (
-        lambda: gs.LossScaleOptimizer(gs.optimizers.SGD),
+        lambda: LossScaleOptimizer(gs.optimizers.SGD),
         TypeError,
         r"Create one: SGD\(\.\.\.\)",
     ),
@@ -289,12 +290,12 @@ HELPFUL = {
         "FixedLossScale or DynamicLossScale for loss_scale; got a Own.*compat.v1",
     ),
     "callable loss": (
-        lambda: gs.LossScaleOptimizer(gs.optimizers.SGD()).scale_loss(lambda: 1.0),
+        lambda: LossScaleOptimizer(gs.optimizers.SGD()).scale_loss(lambda: 1.0),
         TypeError,
         "for loss; got <function.*Call it first",
     ),
     "text as loss": (
-        lambda: gs.LossScaleOptimizer(gs.optimizers.SGD()).scale_loss("x"),
+        lambda: LossScaleOptimizer(gs.optimizers.SGD()).scale_loss("x"),
         TypeError,
         "got 'x'",
     ),

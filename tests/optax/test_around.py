@@ -102,10 +102,10 @@ def test_what_is_allowed_sees_every_overflow(name, bad):
     new, after, _ = step(WEIGHTS, state, jnp.float32(bad))
     _, grads = gs.value_and_grad(loss_fn, state)(WEIGHTS, jnp.float32(bad))
     updates, own = tx.update(grads, state, WEIGHTS)
-    for weights, state in ((new, after), (gs.apply_updates(WEIGHTS, updates, own), own)):
+    for weights, state in ((new, after), (gs.transforms.apply_updates(WEIGHTS, updates, own), own)):
         for key, before in WEIGHTS.items():
             np.testing.assert_array_equal(weights[key], before)
-        assert float(gs.loss_scale(state)) == 4.0
+        assert float(gs.transforms.loss_scale(state)) == 4.0
 
 
 def test_accumulation_outside_is_what_a_step_around_all_does_right():

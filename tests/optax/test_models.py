@@ -11,9 +11,10 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage import xray
 from gainstage.__main__ import main
-from gainstage.diagnostics import StepRecorder, xray
-from gainstage.transforms import models
+from gainstage.diagnostics import StepRecorder, telemetry
+from gainstage.transforms import apply_updates, models
 
 nnx, eqx = pytest.importorskip("flax.nnx"), pytest.importorskip("equinox")
 HALF = jnp.float16
@@ -131,7 +132,7 @@ def test_a_train_step_takes_a_model(kind):
         np.testing.assert_array_equal(one, other)
     assert_same(found, explicit)
     assert_same(*states)
-    assert 0 < gs.telemetry(states[0]).skipped_steps < 4
+    assert 0 < telemetry(states[0]).skipped_steps < 4
     assert len(gs.diagnostics.report(states[0], found).names) == len(
         gs.diagnostics.report(states[1]).names
     )
@@ -149,8 +150,8 @@ def test_a_step_in_three_calls_takes_a_model(kind):
     found = gs.value_and_grad(loss, state)(model, X, Y)
     assert_same(found, given)
     updates = tx.update(found[1], state, parameters(model))
-    expected = gs.apply_updates(jax.tree.map(lambda p: p, parameters(model)), *updates)
-    model = gs.apply_updates(model, *updates)
+    expected = apply_updates(jax.tree.map(lambda p: p, parameters(model)), *updates)
+    model = apply_updates(model, *updates)
     assert_same(parameters(model), expected)
     assert type(model) is type(make())
 
@@ -301,7 +302,7 @@ def test_an_xray_of_a_file_takes_a_model(kind, tmp_path, monkeypatch, capsys):
     state, step = tx.init(model), gs.train_step(loss, tx)
     recorder = StepRecorder(tmp_path / "bad.npz")
     model, state, _ = step(model, state, BAD, Y)
-    assert recorder.write(0, gs.telemetry(state), model, BAD, Y)
+    assert recorder.write(0, telemetry(state), model, BAD, Y)
     monkeypatch.chdir(tmp_path)
     name = __name__
     words = ["--loss", f"{name}:{loss.__name__}", "--like", f"{name}:{make.__name__}"]
@@ -321,7 +322,7 @@ def test_an_xray_of_a_file_of_a_loss_with_aux_names_its_option(tmp_path, monkeyp
     tx, model = transformation(), nnx_model()
     state = tx.init(model)
     model, state, *_ = gs.train_step(aux_loss, tx, has_aux=True)(model, state, BAD, Y)
-    assert recorder.write(0, gs.telemetry(state), model, BAD, Y)
+    assert recorder.write(0, telemetry(state), model, BAD, Y)
     monkeypatch.chdir(tmp_path)
     words = ["bad.npz", "--loss", f"{__name__}:aux_loss", "--like", f"{__name__}:make_nnx"]
     assert main(["xray", *words]) == 1
@@ -395,7 +396,7 @@ def test_a_plain_pytree_has_the_program_of_jax():
     def step(using, params, state):
         value, grads = gs.value_and_grad(loss, state, **using)(params, X)
         updates, state = tx.update(grads, state, params)
-        return gs.apply_updates(params, updates, state), state, value
+        return apply_updates(params, updates, state), state, value
 
     programs = [
         jax.make_jaxpr(functools.partial(step, using))(params, state)

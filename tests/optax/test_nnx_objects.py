@@ -81,7 +81,7 @@ def test_value_and_grad_advances_it_beside_plain_parameters():
 
 
 def test_a_part_with_its_own_scale_advances_it():
-    part = gs.locally_scaled(lambda m, r, x: DROPOUT(m(x), rngs=r), 8.0)
+    part = gs.transforms.locally_scaled(lambda m, r, x: DROPOUT(m(x), rngs=r), 8.0)
     model, rngs = linear(), nnx.Rngs(1)
     assert len({float(part(model, rngs, X).sum()) for _ in range(3)}) == 3
 

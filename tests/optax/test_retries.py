@@ -9,6 +9,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage import diagnostics
+from gainstage.diagnostics import telemetry
+from gainstage.transforms import loss_scale
 
 from networks import normalised
 
@@ -42,7 +44,7 @@ def trained(retries, *batches, start=2.0**40, rule=None, fun=loss_fn):
 
 def counts(opt_state):
     """How many steps were skipped, and how many retried."""
-    info = gs.telemetry(opt_state)
+    info = telemetry(opt_state)
     return int(info.skipped_steps), int(info.retried_steps)
 
 
@@ -63,14 +65,14 @@ def test_from_a_scale_far_too_large_every_step_is_taken():
 def test_a_retry_is_a_skipped_step_with_the_same_batch():
     """Parameters, slots, scale and norms are those of as many skipped steps, bit for bit."""
     retried = trained(40, (X, Y), (X + 1, Y))
-    lost = int(gs.telemetry(retried[1]).retried_steps)
+    lost = int(telemetry(retried[1]).retried_steps)
     skipped = trained(0, *[(X, Y)] * (lost + 1), (X + 1, Y))
     assert skipped[2] == [False] * lost + [True, True]
     assert lost > 10
     assert counts(retried[1]) == (0, lost)
     assert counts(skipped[1]) == (lost, 0)
     results = [
-        (params, state.inner, state.rule_state, gs.telemetry(state)._replace(**NO_COUNTS))
+        (params, state.inner, state.rule_state, telemetry(state)._replace(**NO_COUNTS))
         for params, state, _ in (retried, skipped)
     ]
     for one, other in zip(*map(jax.tree.leaves, results), strict=True):
@@ -135,7 +137,7 @@ def test_bad_data_costs_the_scale_one_step(retries):
     params, opt_state, applied = trained(retries, (X.at[0].set(jnp.nan), Y), start=2.0**15)
     assert applied == [False]
     np.testing.assert_array_equal(params, W)
-    assert gs.loss_scale(opt_state) == 2.0**14
+    assert loss_scale(opt_state) == 2.0**14
     assert counts(opt_state) == (1, 0)
 
 
@@ -151,7 +153,7 @@ def test_retries_are_told_as_retries(tmp_path):
         for i in range(40):
             params, opt_state, loss = step(params, opt_state, X, Y)
             for writer in (log, watch):
-                writer.write(i, gs.telemetry(opt_state), loss=loss)
+                writer.write(i, telemetry(opt_state), loss=loss)
     skipped, retried = counts(opt_state)
     assert skipped == 0 < retried
     text = str(gs.diagnostics.report(opt_state, params))
@@ -165,7 +167,7 @@ def test_if_no_retry_is_applied_the_scale_is_lowered_once():
     """Three retries from 2**40 all overflow; the next step starts from half of the scale."""
     _, opt_state, applied = trained(3, (X, Y))
     assert applied == [False]
-    assert gs.loss_scale(opt_state) == 2.0**39
+    assert loss_scale(opt_state) == 2.0**39
     assert counts(opt_state) == (1, 3)
 
 
@@ -209,7 +211,7 @@ def test_eight_devices_retry_together(kind):
     for _ in range(3):
         one, one_state, _ = step(one, one_state, X, Y * 8)
     np.testing.assert_allclose(params, one, rtol=1e-2, atol=1e-4)
-    assert gs.loss_scale(opt_state) == gs.loss_scale(one_state) < 2.0**30
+    assert loss_scale(opt_state) == loss_scale(one_state) < 2.0**30
     assert params.sharding.spec == P()
 
 

@@ -260,7 +260,7 @@ def test_it_takes_the_steps_of_the_bricks():
     def by_bricks(params, opt_state, x):
         loss, grads = gs.value_and_grad(loss_fn, opt_state)(params, x, Y)
         updates, opt_state = tx.update(grads, opt_state, params)
-        return gs.apply_updates(params, updates, opt_state), opt_state, loss
+        return gs.transforms.apply_updates(params, updates, opt_state), opt_state, loss
 
     @jax.jit
     def by_state(state, x):
@@ -276,7 +276,7 @@ def test_it_takes_the_steps_of_the_bricks():
         assert leaves((state.params, state.opt_state, found)) == leaves((params, opt_state, loss))
         np.testing.assert_allclose(of_step.params, params, rtol=1e-6)
         np.testing.assert_allclose(by_step, loss, rtol=1e-6)
-        assert float(of_step.loss_scale) == float(gs.loss_scale(opt_state))
+        assert float(of_step.loss_scale) == float(gs.transforms.loss_scale(opt_state))
 
 
 def test_each_state_of_an_ensemble_has_its_own_scale():

@@ -8,6 +8,7 @@ import pytest
 from compilations import compilations
 
 import gainstage as gs
+from gainstage.transforms import loss_scale, step_was_applied
 
 X, Y = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4), np.ones((8, 1), np.float32)
 
@@ -27,7 +28,7 @@ def written_out(tx):
     def step(params, opt_state, *batch):
         loss, grads = gs.value_and_grad(loss_fn, opt_state)(params, *batch)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        return gs.apply_updates(params, updates, opt_state), opt_state, loss
+        return gs.transforms.apply_updates(params, updates, opt_state), opt_state, loss
 
     return jax.jit(step)
 
@@ -78,11 +79,11 @@ def test_a_skipped_step_changes_nothing_but_the_scale():
     params["w"] = params["w"].at[0, 0].set(1e-42)  # subnormal
     params, state, _ = step(params, tx.init(params), X, Y)
     before = jax.tree.map(np.asarray, (params, state.inner))
-    scale = float(gs.loss_scale(state))
+    scale = float(loss_scale(state))
     params, state, loss = step(params, state, X * np.nan, Y)
     assert np.isnan(loss)
-    assert float(gs.loss_scale(state)) == scale / 2
-    assert not gs.step_was_applied(state)
+    assert float(loss_scale(state)) == scale / 2
+    assert not step_was_applied(state)
     for old, new in zip(
         jax.tree.leaves(before), jax.tree.leaves((params, state.inner)), strict=True
     ):
@@ -143,7 +144,7 @@ def test_an_nnx_model_trains_and_skips_whole():
     with compilations() as compiled:
         model, state, value = step(model, state, np.full_like(x, np.inf), x[:, :1])
     assert compiled == []
-    assert not gs.step_was_applied(state)
+    assert not step_was_applied(state)
     after = [jax.random.key_data(k) if is_key(k) else k for k in leaves(model)]
     for old, new in zip(before, after, strict=True):
         np.testing.assert_array_equal(old, new)
@@ -287,8 +288,8 @@ def test_telemetry_and_scale_are_read_after_later_steps(tmp_path):
             with compilations() as compiled:
                 params, opt_state, loss = step(params, opt_state, *batch)
             assert i == 0 or compiled == []
-            run.write(i, gs.telemetry(opt_state), loss=loss)
-            seen.append((gs.loss_scale(opt_state), gs.step_was_applied(opt_state)))
+            run.write(i, gs.diagnostics.telemetry(opt_state), loss=loss)
+            seen.append((loss_scale(opt_state), step_was_applied(opt_state)))
             assert before.is_deleted()
     assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 121
     assert [float(scale) for scale, _ in seen] == [2.0**15] * 7 + [2.0**14] * 113

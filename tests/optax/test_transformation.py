@@ -15,7 +15,9 @@ from compilations import compilations
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
-from gainstage.optimizers import SGD, Adam
+from gainstage.diagnostics import telemetry
+from gainstage.optimizers import SGD, Adam, LossScaleOptimizer, Variable
+from gainstage.transforms import apply_updates, loss_scale, scale_loss, step_was_applied
 from gainstage.transforms.gradient_faults import forget_scales
 
 from peers import fails
@@ -89,7 +91,7 @@ def test_integers_among_the_parameters_have_no_gradient(compiled):
         assert (tree["table"].dtype, tree["table"].shape) == (jax.dtypes.float0, (2, 2))
     _, _, updates, state = step(params, state, jnp.nan)
     assert updates["w"].tolist() == [0, 0]
-    assert (int(gs.telemetry(state).skipped_steps), len(gs.diagnostics.report(state).counts)) == (
+    assert (int(telemetry(state).skipped_steps), len(gs.diagnostics.report(state).counts)) == (
         1,
         2,
     )
@@ -123,10 +125,10 @@ def test_complex_gradients_are_read_in_both_parts():
     state = tx.init(params)
     updates, state = tx.update(jnp.array([complex(1, np.nan), 1]), state, params)
     np.testing.assert_array_equal(updates, 0)
-    assert not gs.step_was_applied(state)
+    assert not step_was_applied(state)
     updates, state = tx.update(jnp.array([3 + 4j, 0], jnp.complex64), state, params)
     np.testing.assert_array_equal(optax.apply_updates(params, updates), [-0.5 - 2j, 1])
-    assert float(gs.telemetry(state).grad_norm) == 5.0
+    assert float(telemetry(state).grad_norm) == 5.0
 
 
 @pytest.mark.as_users
@@ -167,7 +169,7 @@ def test_apply_updates_leaves_the_weights_of_a_skipped_step_alone(compiled):
         weights = {"w": params["w"], "half": params["half"]}
         updates, state = tx.update(grads, state, weights)
         updates |= {"fixed": np.zeros(2, jax.dtypes.float0), "none": None}
-        return gs.apply_updates(params, updates, state)
+        return apply_updates(params, updates, state)
 
     step = jax.jit(step) if compiled else step
     grads = {"w": jnp.ones(3), "half": jnp.ones(2)}
@@ -193,9 +195,9 @@ def test_one_loss_has_one_scale():
     tx = gs.loss_scaled(optax.multi_transform(groups, {"a": "a", "b": "b"}))
     state = tx.init(params)
     updates, state = tx.update({"a": jnp.ones(2), "b": jnp.full(2, jnp.nan)}, state, params)
-    kept = gs.apply_updates(params, updates, state)
+    kept = apply_updates(params, updates, state)
     assert jax.tree.map(lambda x: x.tolist(), kept) == {"a": [1, 1], "b": [1, 1]}
-    assert float(gs.loss_scale(state)) == 2.0**14
+    assert float(loss_scale(state)) == 2.0**14
     updates, state = tx.update({"a": jnp.ones(2), "b": jnp.ones(2)}, state, params)
     assert all((update != 0).all() for update in jax.tree.leaves(updates))
 
@@ -215,7 +217,7 @@ def test_training_goes_on_after_a_storm_of_bad_batches(rng):
         params, state = carry
         value, grads = gs.value_and_grad(loss, state)(params, bad)
         updates, state = tx.update(grads, state, params)
-        return (gs.apply_updates(params, updates, state), state), value
+        return (apply_updates(params, updates, state), state), value
 
     @jax.jit
     def losses(storm):
@@ -336,7 +338,7 @@ def test_what_is_no_state_is_named_with_its_own_remedy(wrong, words):
     with pytest.raises(ValueError, match=words):
         gs.value_and_grad(loss_fn, wrong(tx, params))(params)
     with pytest.raises(ValueError, match=words):
-        gs.loss_scale(wrong(tx, params))
+        loss_scale(wrong(tx, params))
 
 
 def test_the_state_is_found_or_named():
@@ -361,15 +363,17 @@ def test_wrong_arguments():
 def test_errors_name_the_remedy():
     """An optimizer in the wrong place, an unknown rule or a loss with a shape says what to do."""
     adam, tx = Adam(), optax.adam(0.1)
-    with pytest.raises(TypeError, match=r"Use gainstage.LossScaleOptimizer\(optimizer\), or"):
+    with pytest.raises(
+        TypeError, match=r"Use gainstage.optimizers.LossScaleOptimizer\(optimizer\), or"
+    ):
         gs.loss_scaled(adam)
     with pytest.raises(
         TypeError, match=r"Use gainstage.optimizers.from_optax\(tx\), or gainstage.loss_scaled"
     ):
-        gs.LossScaleOptimizer(tx)
+        LossScaleOptimizer(tx)
     for wrap in (
         lambda: gs.loss_scaled(tx, "dynamic"),
-        lambda: gs.LossScaleOptimizer(adam, rule="dynamic"),
+        lambda: LossScaleOptimizer(adam, rule="dynamic"),
     ):
         with pytest.raises(
             TypeError, match=r"rule: DynamicLossScale\(\), AdaptiveLossScale\(\), F"
@@ -378,10 +382,10 @@ def test_errors_name_the_remedy():
     state = gs.loss_scaled(tx).init(jnp.ones(3))
     with pytest.raises(TypeError, match=r"got shape \(3,\)"):
         gs.value_and_grad(lambda w: w**2, state)(jnp.ones(3))
-    w, opt = gs.Variable([1.0]), gs.LossScaleOptimizer(adam)
+    w, opt = Variable([1.0]), LossScaleOptimizer(adam)
     opt.build([w])
     with pytest.raises(ValueError, match=r"add optimizer.variables to `state`"):
-        gs.jit(lambda: opt.minimize(lambda: w.value().sum(), [w]), [w])()
+        gs.optimizers.jit(lambda: opt.minimize(lambda: w.value().sum(), [w]), [w])()
 
 
 @pytest.mark.as_users
@@ -458,17 +462,17 @@ def test_the_state_can_be_asked_wherever_it_is():
     params = {"w": jnp.ones(3, jnp.float16)}
     tx = optax.chain(optax.clip(1.0), gs.loss_scaled(optax.sgd(0.5)))
     state = tx.init(params)
-    assert bool(gs.step_was_applied(state))
-    scaled = gs.scale_loss(jnp.float16(2.0), state)
+    assert bool(step_was_applied(state))
+    scaled = scale_loss(jnp.float16(2.0), state)
     assert (scaled.dtype, float(scaled)) == (jnp.float32, 2.0**16)
     update = jax.jit(tx.update)
     for factor, scale in [(np.nan, 2.0**14), (1.0, 2.0**14), (np.inf, 2.0**13)]:
         grads = jax.tree.map(lambda p, f=factor: jnp.full(p.shape, f), params)
         _, state = update(grads, state, params)
         # `clip` in front lets nan through, but makes an inf 1.
-        assert bool(gs.step_was_applied(state)) is not np.isnan(factor)
-        assert float(gs.loss_scale(state)) == (scale if factor != np.inf else 2.0**14)
-    for ask in (gs.loss_scale, gs.step_was_applied, lambda s: gs.scale_loss(1.0, s)):
+        assert bool(step_was_applied(state)) is not np.isnan(factor)
+        assert float(loss_scale(state)) == (scale if factor != np.inf else 2.0**14)
+    for ask in (loss_scale, step_was_applied, lambda s: scale_loss(1.0, s)):
         with pytest.raises(ValueError, match=r"exactly one state"):
             ask(optax.sgd(0.1).init(params))
 
@@ -497,11 +501,11 @@ def test_it_works_as_a_part(wrap):
     updates, after = update(bad, state, params)
     assert np.signbit(np.asarray(updates["w"])).all()
     assert updates["w"].tolist() == [0.0, 0.0]
-    assert (float(gs.loss_scale(after)), bool(gs.step_was_applied(after))) == (4.0, False)
+    assert (float(loss_scale(after)), bool(step_was_applied(after))) == (4.0, False)
     good = {"w": jnp.ones(2), "b": jnp.ones(())}
     updates, after = update(good, after, params)
     assert updates["w"].tolist() == [-0.5, -0.5]
-    assert bool(gs.step_was_applied(after))
+    assert bool(step_was_applied(after))
 
 
 INSIDE = {
@@ -543,10 +547,10 @@ def test_several_parts_have_a_scale_each():
     tx = optax.multi_transform(parts, {"w": "a", "v": "b"})
     params = {"w": jnp.ones(2), "v": jnp.ones(2)}
     _, state = tx.update({"w": jnp.full(2, jnp.nan), "v": jnp.ones(2)}, tx.init(params), params)
-    scales = {name: float(gs.loss_scale(part)) for name, part in state.inner_states.items()}
+    scales = {name: float(loss_scale(part)) for name, part in state.inner_states.items()}
     assert scales == {"a": 4.0, "b": 64.0}
     with pytest.raises(ValueError, match=r"exactly one state .* got 2"):
-        gs.loss_scale(state)
+        loss_scale(state)
 
 
 def test_none_and_integers_in_the_tree():
@@ -605,7 +609,7 @@ def test_all_devices_agree_inside_of_shard_map(kind, checked, size):
     moved, after = mapped(params, state, grads)
     assert float(moved["w"].min()) < 1 > float(moved["b"].min())
     norm = np.sqrt(12 * size) if checked else np.nan  # which is not known then
-    np.testing.assert_allclose(gs.telemetry(after).grad_norm, norm, rtol=1e-5)
+    np.testing.assert_allclose(telemetry(after).grad_norm, norm, rtol=1e-5)
     bad = {**grads, "w": put(jnp.ones((8, size)).at[3, 0].set(jnp.nan), "data")}
     same, after = mapped(params, state, bad)
     assert [float(x.data) for x in after.rule_state.scale.addressable_shards] == [2.0**14] * 8
@@ -620,8 +624,8 @@ def test_a_norm_of_unknown_parts_is_refused(clip, wrapped):
     for parts of one gradient look like copies of it; with `check_vma=True` it is right."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     inner = SGD(1.0, **{clip: 1.0})
-    opt = gs.LossScaleOptimizer(inner, 1.0) if wrapped else inner
-    opt.build([gs.Variable(jnp.zeros(2))])
+    opt = LossScaleOptimizer(inner, 1.0) if wrapped else inner
+    opt.build([Variable(jnp.zeros(2))])
     values = [variable.value() for variable in opt.variables]
 
     def move(grads, **options):
@@ -758,7 +762,7 @@ def test_a_state_may_hold_a_python_number(compiled):
     assert updates["w"].tolist() == [-1] * 3
     state = optax.tree.set(state, scale=1024.0, learning_rate=0.25)
     _, state = update({"w": jnp.full(3, jnp.inf)}, state, params)
-    assert (float(gs.loss_scale(state)), state.inner.hyperparams["learning_rate"]) == (512, 0.25)
+    assert (float(loss_scale(state)), state.inner.hyperparams["learning_rate"]) == (512, 0.25)
 
 
 @pytest.mark.parametrize("scale", [None, 2.0])
@@ -793,7 +797,7 @@ def test_a_sum_of_microbatches_that_overflows_is_skipped(mean, sign, nested):
     for i in range(5):
         grads = {"w": jnp.full(3, 3e38 * (sign if i % 2 else 1)), "b": jnp.zeros(2)}
         updates, state = tx.update(grads, state, params)
-        params = gs.apply_updates(params, updates, state)
+        params = apply_updates(params, updates, state)
         applied.append(bool(state.applied))
         assert all(np.isfinite(x).all() for x in jax.tree.leaves((updates, params, state)))
     assert applied == [True, False, False, False, False]
@@ -819,13 +823,13 @@ gs.train_step(loss_fn, tx)(w, state)
 """,
     "by hand": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
-grads = jax.grad(lambda w: loss_fn(w) * gs.loss_scale(state))(w)
-tx.update(grads / gs.loss_scale(state), state, w)
+grads = jax.grad(lambda w: loss_fn(w) * gs.transforms.loss_scale(state))(w)
+tx.update(grads / gs.transforms.loss_scale(state), state, w)
 """,
     "scale_loss": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
-grads = jax.grad(lambda w: gs.scale_loss(loss_fn(w), state))(w)
-tx.update(grads / gs.loss_scale(state), state, w)
+grads = jax.grad(lambda w: gs.transforms.scale_loss(loss_fn(w), state))(w)
+tx.update(grads / gs.transforms.loss_scale(state), state, w)
 """,
     "unscaled by it": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
@@ -833,7 +837,7 @@ tx.update(jax.grad(lambda w: loss_fn(w) * 8)(w), state, w, loss_scale=8.0)
 """,
     "local": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
-tx.update(jax.grad(gs.locally_scaled(loss_fn, 8.0))(w), state, w)
+tx.update(jax.grad(gs.transforms.locally_scaled(loss_fn, 8.0))(w), state, w)
 """,
     "by itself": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
@@ -885,7 +889,7 @@ def test_a_new_process_is_told():
 WRONG = {
     "printed": ("No loss was multiplied", """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
-print(gs.loss_scale(state))
+print(gs.transforms.loss_scale(state))
 tx.update(jax.grad(loss_fn)(w), state, w)
 """),
     "another one is scaled": ("No loss was multiplied", """
@@ -898,13 +902,13 @@ other.update(jax.grad(loss_fn)(w), state, w)
     "scaled, not divided": ("scale_loss has multiplied", """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
 for _ in range(3):
-    grads = jax.grad(lambda w: gs.scale_loss(loss_fn(w), state))(w)
+    grads = jax.grad(lambda w: gs.transforms.scale_loss(loss_fn(w), state))(w)
     _, state = tx.update(grads, state, w)
 """),
     "divided twice": ("true already", """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
 loss, grads = gs.value_and_grad(loss_fn, state)(w)
-tx.update(grads, state, w, loss_scale=gs.loss_scale(state))
+tx.update(grads, state, w, loss_scale=gs.transforms.loss_scale(state))
 """),
     "made once": ("scale of another state", """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
@@ -952,10 +956,10 @@ tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
 @jax.jit
 def step(w, state):
     loss, grads = jax.value_and_grad(loss_fn)(w)
-    return tx.update(grads, state, w)[1], {"loss": loss, "scale": gs.loss_scale(state)}
+    return tx.update(grads, state, w)[1], {"loss": loss, "scale": gs.transforms.loss_scale(state)}
 @jax.jit
 def other(w, state):
-    metrics = {"scale": gs.loss_scale(state)}
+    metrics = {"scale": gs.transforms.loss_scale(state)}
     return tx.update(jax.jit(jax.grad(loss_fn))(w), state, w)[1], metrics
 for _ in range(3): state, _ = other(w, state); state, _ = step(w, state)
 """),
@@ -1044,15 +1048,15 @@ tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w); step = gs.train_step(lo
 chain = optax.chain(tx, optax.scale(1.0)); other = gs.train_step(loss_fn, chain)
 nested = chain.init(w)
 for _ in range(3):
-    gs.value_and_grad(loss_fn, state)(w); gs.loss_scale(state)
+    gs.value_and_grad(loss_fn, state)(w); gs.transforms.loss_scale(state)
     w, state, _ = step(w, state)
     w, nested, _ = other(w, nested)
 """,
     "scaled by hand": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
 for _ in range(3):
-    scale = gs.loss_scale(state)
-    grads = jax.grad(lambda w: gs.scale_loss(loss_fn(w), state))(w)
+    scale = gs.transforms.loss_scale(state)
+    grads = jax.grad(lambda w: gs.transforms.scale_loss(loss_fn(w), state))(w)
     _, state = tx.update(grads, state, w, loss_scale=scale)
 """,
     "scaled by hand, compiled, in all ways": """
@@ -1073,18 +1077,18 @@ ways = [
 for way in ways:
     @jax.jit
     def step(w, state):
-        scale = gs.loss_scale(state)
+        scale = gs.transforms.loss_scale(state)
         return tx.update(way(w, scale), state, w)[1], scale
     for _ in range(2): state, _ = step(w, state)
 """,
     "scaled by itself, with the scale as a metric": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
-scaled, local = gs.autocast(loss_fn, loss_scale=2.0**15), gs.locally_scaled(loss_fn, 8.0)
+scaled, local = gs.autocast(loss_fn, loss_scale=2.0**15), gs.transforms.locally_scaled(loss_fn, 8.0)
 for loss in (scaled, local):
     for grad in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.checkpoint(jax.grad(loss))):
         @jax.jit
         def step(w, state):
-            return tx.update(0.5 * grad(w), state, w)[1], gs.loss_scale(state)
+            return tx.update(0.5 * grad(w), state, w)[1], gs.transforms.loss_scale(state)
         for _ in range(2): state, _ = step(w, state)
 """,
     "two compiled functions with the scale as a metric": """
@@ -1093,7 +1097,7 @@ compute = jax.jit(lambda w, state: gs.value_and_grad(loss_fn, state)(w)[1])
 @jax.jit
 def update(grads, state, w):
     grads = grads + jax.grad(lambda w: 1e-4 * (w * w).sum())(w)
-    return tx.update(grads, state, w)[1], gs.loss_scale(state)
+    return tx.update(grads, state, w)[1], gs.transforms.loss_scale(state)
 for _ in range(3): state, _ = update(compute(w, state), state, w)
 """,
 }
@@ -1135,7 +1139,7 @@ def test_the_state_of_another_rule_names_both(how):
     fixed, loaded = others[-1], others[0].init(params)  # a fixed rule takes any state
     after = fixed.update(params, loaded, params)[1]
     assert jax.tree.structure(after) == jax.tree.structure(loaded)
-    assert float(gs.loss_scale(after)) == 8.0
+    assert float(loss_scale(after)) == 8.0
 
 
 @pytest.mark.parametrize("make", [optax.sgd, optax.adamw])
@@ -1255,7 +1259,7 @@ def test_losses_of_two_threads_are_told_apart():
     def second(w):
         may_end.set()
         other.join(60)
-        return 2.0 * gs.scale_loss(w * w, states[1])
+        return 2.0 * scale_loss(w * w, states[1])
 
     states = [tx.init(jnp.float32(1.0)) for _ in range(2)]
     other = threading.Thread(target=gs.value_and_grad(first, states[0]), args=(jnp.float32(1.0),))
@@ -1272,7 +1276,7 @@ def test_integer_parameters_are_added_to():
     params = {"w": jnp.ones(2), "count": jnp.array([5, 7])}
     updates = {"w": jnp.ones(2), "count": jnp.array([2, -3])}
     state = gs.loss_scaled(optax.sgd(0.1)).init({"w": params["w"]})
-    new = gs.apply_updates(params, updates, state)
+    new = apply_updates(params, updates, state)
     assert (new["count"].tolist(), new["count"].dtype) == ([7, 4], params["count"].dtype)
-    kept = gs.apply_updates(params, updates, state._replace(applied=jnp.array(False)))
+    kept = apply_updates(params, updates, state._replace(applied=jnp.array(False)))
     assert kept["count"].tolist() == [5, 7]

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.optimizers import SGD, Adam
+from gainstage.optimizers import SGD, Adam, LossScaleOptimizer, Variable
+from gainstage.transforms import step_was_applied
 
 from oracles import window
 from peers import fails, keras_step, live
@@ -20,7 +21,7 @@ STEPS, RATE, INITIAL, PERIOD = 4, 0.25, 2.0**10, 2
 def test_no_average_is_given_before_there_is_one():
     """After bad microbatches alone `finalize_variable_values` leaves the variables as they are."""
     options = {"gradient_accumulation_steps": 2, "use_ema": True}
-    w, opt = gs.Variable([3.0]), gs.LossScaleOptimizer(SGD(1.0, **options))
+    w, opt = Variable([3.0]), LossScaleOptimizer(SGD(1.0, **options))
     opt.apply([[np.inf]], [w])
     opt.finalize_variable_values([w])
     assert float(w.value()[0]) == 3.0
@@ -29,10 +30,10 @@ def test_no_average_is_given_before_there_is_one():
 def made(on="inner", inner=SGD, steps=STEPS, **options):
     """A variable and its optimizer, with the option given to the inner one or to the wrapper."""
     accumulate = {"gradient_accumulation_steps": steps}
-    w = gs.Variable(np.zeros(3, np.float32))
+    w = Variable(np.zeros(3, np.float32))
     given = (accumulate, {}) if on == "inner" else ({}, accumulate)
     rule = gs.DynamicLossScale(INITIAL, increment_period=PERIOD, min_scale=2.0**-24)
-    opt = gs.LossScaleOptimizer(inner(RATE, **given[0], **options), rule=rule, **given[1])
+    opt = LossScaleOptimizer(inner(RATE, **given[0], **options), rule=rule, **given[1])
     opt.build([w])
     return w, opt
 
@@ -45,7 +46,7 @@ def in_optimizer(on, steps):
         opt.apply([jnp.full(3, true) * opt.loss_scale], apply_if=accepted)
         return w.value()[0], opt.iterations.value(), opt.dynamic_scale.value()
 
-    pure = gs.functionalize(apply, variables := [w, *opt.variables])
+    pure = gs.optimizers.functionalize(apply, variables := [w, *opt.variables])
     return lambda values, *each: pure(values, *each)[::-1], [v.value() for v in variables]
 
 
@@ -58,8 +59,12 @@ def in_optax(on, steps):
     def step(state, true, accepted):
         params, before = state
         updates, after = tx.update(jnp.full(3, true), before, params, apply_if=accepted)
-        params = gs.apply_updates(params, updates, after)
-        return (params, after), (params[0], after.inner.gradient_step, gs.loss_scale(after))
+        params = gs.transforms.apply_updates(params, updates, after)
+        return (params, after), (
+            params[0],
+            after.inner.gradient_step,
+            gs.transforms.loss_scale(after),
+        )
 
     return step, (params, tx.init(params))
 
@@ -114,8 +119,8 @@ def test_a_window_goes_on_from_a_checkpoint(rng):
 
 def test_accumulated_gradients_cannot_overflow_into_the_weights():
     """Two finite gradients whose sum is infinite: the second step is skipped."""
-    w = gs.Variable(1.0)
-    opt = gs.LossScaleOptimizer(SGD(2.0**-100, gradient_accumulation_steps=2), 1.0)
+    w = Variable(1.0)
+    opt = LossScaleOptimizer(SGD(2.0**-100, gradient_accumulation_steps=2), 1.0)
     opt.apply([np.float32(3e38)], [w])
     state = [v.numpy() for v in opt.inner_optimizer.variables]
     opt.apply([np.float32(3e38)])
@@ -129,9 +134,9 @@ def test_accumulated_gradients_cannot_overflow_into_the_weights():
 def test_a_mean_whose_norm_overflows_does_not_reach_the_weights(clip):
     """Accumulated elements may be finite and their norm not: the microbatch that makes it so is
     skipped like any that is not finite, and the window goes on."""
-    w = gs.Variable([1.0] * 9)
+    w = Variable([1.0] * 9)
     inner = SGD(1.5, momentum=0.9, gradient_accumulation_steps=2, **{clip: 1.0})
-    opt = gs.LossScaleOptimizer(inner, initial_scale=1.0, telemetry=True)
+    opt = LossScaleOptimizer(inner, initial_scale=1.0, telemetry=True)
     opt.apply([[1e38] * 9], [w])
     before = [v.numpy().tobytes() for v in inner.variables]
     opt.apply([[1e38] * 9])
@@ -139,15 +144,15 @@ def test_a_mean_whose_norm_overflows_does_not_reach_the_weights(clip):
     assert (int(opt.iterations), float(opt.loss_scale)) == (0, 0.5)
     opt.apply([[3.0] * 9])
     np.testing.assert_allclose(w.numpy(), [0.5] * 9, rtol=1e-6)
-    info = gs.telemetry(opt)
+    info = gs.diagnostics.telemetry(opt)
     assert (int(opt.iterations), int(info.applied_steps), int(info.skipped_steps)) == (1, 2, 1)
 
 
 def test_a_shared_decision_does_not_hide_an_overflow_from_its_own_scale():
     """Where `apply_if` is false because of these very gradients, the scale falls, as without it."""
-    w = gs.Variable([0.0])
+    w = Variable([0.0])
     inner = SGD(1.0, gradient_accumulation_steps=2)
-    opt = gs.LossScaleOptimizer(inner, 4.0)
+    opt = LossScaleOptimizer(inner, 4.0)
     for _ in range(4):
         grads = [jnp.float32([np.inf])]
         opt.apply(grads, [w], apply_if=opt.check_finite(grads) & True)
@@ -158,8 +163,8 @@ def test_a_shared_decision_does_not_hide_an_overflow_from_its_own_scale():
 # Asked for in keras#14829 (accumulation).
 def test_float16_variables_accumulate_in_float32():
     """Keras crashes on accumulation with float16 variables; ours accumulates in float32."""
-    var = gs.Variable(jnp.zeros(2, jnp.float16))
-    opt = gs.LossScaleOptimizer(SGD(1.0, gradient_accumulation_steps=2), 2.0)
+    var = Variable(jnp.zeros(2, jnp.float16))
+    opt = LossScaleOptimizer(SGD(1.0, gradient_accumulation_steps=2), 2.0)
     grads = [jnp.array([2, 4], jnp.float16), jnp.array([6, 4], jnp.float16)]
     for gradient in grads:
         opt.apply([gradient], [var])
@@ -182,13 +187,13 @@ def test_float16_variables_accumulate_in_float32():
 def test_large_sums_are_clipped_not_skipped(large):
     """A window whose sum is finite, although its square is not, is an update of the norm that clips
     it; one whose sum overflows is skipped."""
-    w = gs.Variable([1.0, 1.0])
+    w = Variable([1.0, 1.0])
     inner = SGD(1.0, gradient_accumulation_steps=2, global_clipnorm=1.0)
-    opt = gs.LossScaleOptimizer(inner, rule=gs.FixedLossScale(1.0), telemetry=True)
+    opt = LossScaleOptimizer(inner, rule=gs.FixedLossScale(1.0), telemetry=True)
     for _ in range(2):
         opt.apply([np.array([large, 0.0], np.float32)], [w])
-        assert bool(gs.step_was_applied(opt))
+        assert bool(step_was_applied(opt))
     np.testing.assert_allclose(w.numpy(), [1 - np.sign(large), 1.0], rtol=1e-6)
     for _ in range(2):
         opt.apply([np.array([3e38, 0.0], np.float32)], [w])
-    assert not bool(gs.step_was_applied(opt))
+    assert not bool(step_was_applied(opt))

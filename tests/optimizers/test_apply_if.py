@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.optimizers import SGD, Adam
+from gainstage.diagnostics import telemetry
+from gainstage.optimizers import SGD, Adam, LossScaleOptimizer, Variable
 from gainstage.runs.recording import Run
 from gainstage.runs.skip_causes import why_skipped
 from gainstage.runs.summary import headline
@@ -17,8 +18,8 @@ def two_networks():
     """Two weights with an optimizer each: a generator and its critic."""
     made = []
     for name, scale in (("generator", 2.0**8), ("critic", 2.0**12)):
-        w = gs.Variable(np.ones(3, np.float32), name=name)
-        opt = gs.LossScaleOptimizer(Adam(0.1), scale, telemetry=True)
+        w = Variable(np.ones(3, np.float32), name=name)
+        opt = LossScaleOptimizer(Adam(0.1), scale, telemetry=True)
         opt.build([w])
         made.append((w, opt))
     return made
@@ -44,7 +45,7 @@ def test_two_optimizers_skip_together_or_apart(shared, compiled):
             opt.apply([gradient], apply_if=fine)
 
     variables = [[w, *opt.variables] for w, opt in made]
-    program = gs.jit(step, variables, donate=True) if compiled else step
+    program = gs.optimizers.jit(step, variables, donate=True) if compiled else step
     program([np.ones(3, np.float32)] * 2)
     first = [[variable.numpy() for variable in each] for each in variables]
     before = [bits(*each) for each in made]
@@ -56,7 +57,7 @@ def test_two_optimizers_skip_together_or_apart(shared, compiled):
         for i, ((w, opt), old) in enumerate(zip(made, before, strict=True)):
             skips = i == which or (shared and which is not None)
             assert int(opt.iterations) == (1 if skips else 2)
-            assert int(gs.telemetry(opt).skipped_steps) == skips
+            assert int(telemetry(opt).skipped_steps) == skips
             if skips:
                 for one, other in zip(old, bits(w, opt), strict=True):
                     np.testing.assert_array_equal(one, other)
@@ -76,15 +77,15 @@ def test_optax_loops_share_a_decision_too():
     for one, other in zip(jax.tree.leaves(new.inner), jax.tree.leaves(state.inner), strict=True):
         np.testing.assert_array_equal(one, other)
     assert int(new.rule_state.good_steps) == 2
-    info = gs.telemetry(new)
+    info = telemetry(new)
     assert (int(info.applied_steps), int(info.skipped_steps)) == (1, 1)
-    assert not gs.step_was_applied(new)
+    assert not gs.transforms.step_was_applied(new)
 
 
 @pytest.mark.parametrize("make", [lambda: SGD(0.1), lambda: SGD(0.1, loss_scale_factor=4.0)])
 def test_any_optimizer_can_be_told_to_skip(make):
     """`apply_if` works on optimizers without a scale, and with a fixed one."""
-    w, opt = gs.Variable(1.0), make()
+    w, opt = Variable(1.0), make()
     opt.apply([1.0], [w], apply_if=False)
     assert (float(w), int(opt.iterations)) == (1.0, 0)
     opt.apply([4.0], apply_if=True)
@@ -96,14 +97,14 @@ def test_any_optimizer_can_be_told_to_skip(make):
 def test_only_a_bool_scalar_decides(wrong):
     """Anything else for `apply_if` is an error, and nothing is built or changed; a bool of Python,
     numpy or JAX, and a variable of one, decides."""
-    w, opt = gs.Variable(1.0), gs.LossScaleOptimizer(SGD(0.5), 1.0)
+    w, opt = Variable(1.0), LossScaleOptimizer(SGD(0.5), 1.0)
     tx = gs.loss_scaled(optax.sgd(0.5))
     with pytest.raises((TypeError, ValueError), match="Expected a bool scalar for apply_if; got"):
         opt.apply([1.0], [w], apply_if=wrong)
     with pytest.raises((TypeError, ValueError), match="Expected a bool scalar for apply_if; got"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), apply_if=wrong)
     assert not opt.built
-    for right in (False, np.False_, jnp.array(False), gs.Variable(False)):
+    for right in (False, np.False_, jnp.array(False), Variable(False)):
         opt.apply([1.0], [w], apply_if=right)
     assert float(w) == 1.0
 
@@ -111,7 +112,7 @@ def test_only_a_bool_scalar_decides(wrong):
 def test_a_veto_is_no_overflow():
     """Where `apply_if` turns down finite gradients telemetry says that they were finite and the
     step was not applied; a recorded run puts it down to `apply_if`."""
-    w, opt = gs.Variable(1.0), gs.LossScaleOptimizer(SGD(0.5), 8.0, telemetry=True)
+    w, opt = Variable(1.0), LossScaleOptimizer(SGD(0.5), 8.0, telemetry=True)
     tx = gs.loss_scaled(optax.sgd(0.5), telemetry=True)
     params = jnp.ones(())
     state = tx.init(params)
@@ -119,8 +120,8 @@ def test_a_veto_is_no_overflow():
     for gradient, apply_if in ((1.0, True), (1.0, False), (np.inf, False), (np.inf, True)):
         opt.apply([gradient], [w], apply_if=apply_if)
         _, state = tx.update(jnp.float32(gradient), state, params, apply_if=apply_if)
-        infos.append(gs.telemetry(opt))
-        for info in (infos[-1], gs.telemetry(state)):
+        infos.append(telemetry(opt))
+        for info in (infos[-1], telemetry(state)):
             finite = np.isfinite(gradient)
             assert (bool(info.finite), bool(info.applied)) == (finite, finite and apply_if)
     assert (int(info.applied_steps), int(info.skipped_steps)) == (1, 3)
@@ -136,9 +137,9 @@ def test_a_veto_is_no_overflow():
 # Asked for in apex#232.
 def test_two_losses_have_two_scales():
     """Of two optimizers, as a GAN has, an overflow in one neither skips nor halves the other."""
-    real, fake = gs.Variable(1.0), gs.Variable(1.0)
+    real, fake = Variable(1.0), Variable(1.0)
     rule = gs.DynamicLossScale(8.0, 100)
-    ours = {v: gs.LossScaleOptimizer(SGD(0.25), rule=rule) for v in (real, fake)}
+    ours = {v: LossScaleOptimizer(SGD(0.25), rule=rule) for v in (real, fake)}
     for bad in (False, True, False):
         ours[fake].minimize(lambda: fake * real.value(), [fake])
         ours[real].minimize(lambda bad=bad: real * (jnp.inf if bad else 1.0), [real])

@@ -14,7 +14,16 @@ import pytest
 
 import gainstage as gs
 from gainstage.compat import dtensor, experimental, tf2, v1
-from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, RMSprop, from_optax
+from gainstage.optimizers import (
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    LossScaleOptimizer,
+    RMSprop,
+    Variable,
+    from_optax,
+)
 
 from peers import fails, live
 
@@ -63,15 +72,15 @@ NOT_OPTIONAL = {
 
 
 def wrapped(**options):
-    return gs.LossScaleOptimizer(SGD(0.1), **options)
+    return LossScaleOptimizer(SGD(0.1), **options)
 
 
 def wrapped_fixed(**options):
-    return gs.LossScaleOptimizer(SGD(0.1), 2.0, dynamic=False, **options)
+    return LossScaleOptimizer(SGD(0.1), 2.0, dynamic=False, **options)
 
 
 def cases():
-    for cls in [*CORE, *MESH, gs.LossScaleOptimizer]:
+    for cls in [*CORE, *MESH, LossScaleOptimizer]:
         for name in inspect.signature(cls).parameters:
             only_false = cls is dtensor.SGD and name == "amsgrad"
             if name not in NOT_OPTIONAL and not only_false:
@@ -81,7 +90,7 @@ def cases():
 @pytest.mark.parametrize(("cls", "name"), [*cases()])
 def test_every_option_survives_a_round_trip(cls, name):
     """`from_config(get_config())` describes itself alike, and the option has kept its value."""
-    make = wrapped if cls is gs.LossScaleOptimizer else cls
+    make = wrapped if cls is LossScaleOptimizer else cls
     opt = make(**{name: OPTIONS[name]})
     config = opt.get_config()
     assert config != {**make().get_config(), "name": config["name"]} or name == "name"
@@ -139,7 +148,7 @@ def by_loss(opt, w):
 )
 def test_every_optimizer_pickles_and_copies(make, step):
     """A pickle and a deep copy of weights and optimizer, taken mid-run, continue it alike."""
-    opt, w = make(), gs.Variable([1.0, 2.0])
+    opt, w = make(), Variable([1.0, 2.0])
     step(opt, w)
     twins = [pickle.loads(pickle.dumps((opt, w))), copy.deepcopy((opt, w))]
     for pair in [(opt, w), *twins]:
@@ -151,7 +160,7 @@ def test_every_optimizer_pickles_and_copies(make, step):
 
 def test_an_optax_chain_is_copied():
     """`Optax` is deep-copied; it cannot be pickled, as optax's functions cannot."""
-    opt, w = from_optax(optax.adam(0.1)), gs.Variable([1.0, 2.0])
+    opt, w = from_optax(optax.adam(0.1)), Variable([1.0, 2.0])
     by_pair(opt, w)
     twin, other = copy.deepcopy((opt, w))
     by_pair(opt, w)
@@ -172,8 +181,8 @@ def test_state_by_name():
     """`state` and `load_state` carry all variables by names that stay, or change nothing."""
 
     def make(*names):
-        variables = [gs.Variable(np.ones(2, np.float32), name=name) for name in names]
-        opt = gs.LossScaleOptimizer(Adam(0.1), 8.0)
+        variables = [Variable(np.ones(2, np.float32), name=name) for name in names]
+        opt = LossScaleOptimizer(Adam(0.1), 8.0)
         opt.build(variables)
         return opt
 
@@ -206,7 +215,7 @@ def test_optimizers_by_name_and_configuration():
             is type(gs.optimizers.get(cls.__name__.lower()))
             is cls
         )
-    opt = gs.LossScaleOptimizer(
+    opt = LossScaleOptimizer(
         OfAUser(gs.optimizers.schedules.CosineDecayRestarts(0.5, 2)), clipnorm=1.0
     )
     config = json.loads(json.dumps(gs.optimizers.serialize(opt)))
@@ -274,11 +283,11 @@ def test_decay_that_was_taken_away_stays_away():
     adamw = gs.optimizers.AdamW()
     adamw.weight_decay = None
     assert gs.optimizers.AdamW.from_config(adamw.get_config()).weight_decay == 0
-    opt = gs.LossScaleOptimizer(gs.optimizers.AdamW())
+    opt = LossScaleOptimizer(gs.optimizers.AdamW())
     opt.weight_decay = None
-    again = gs.LossScaleOptimizer.from_config(opt.get_config())
+    again = LossScaleOptimizer.from_config(opt.get_config())
     assert again.weight_decay == 0
-    w = gs.Variable(1.0)
+    w = Variable(1.0)
     again.apply([0.0], [w])
     assert float(w) == 1.0
 
@@ -289,18 +298,18 @@ class Steady(gs.FixedLossScale):
 
 def test_a_fixed_scale_of_ones_own_is_described_as_such():
     """A subclass of `FixedLossScale` comes back as that subclass."""
-    opt = gs.LossScaleOptimizer(SGD(), rule=Steady(8.0))
-    again = gs.LossScaleOptimizer.from_config(opt.get_config(), {"Steady": Steady})
+    opt = LossScaleOptimizer(SGD(), rule=Steady(8.0))
+    again = LossScaleOptimizer.from_config(opt.get_config(), {"Steady": Steady})
     assert again.rule == Steady(8.0)
 
 
 def test_from_config_leaves_its_argument_alone():
     """Keras's `from_config` takes the inner optimizer out of the caller's dictionary."""
-    config = gs.LossScaleOptimizer(
+    config = LossScaleOptimizer(
         SGD(gs.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5))
     ).get_config()
     before = copy.deepcopy(config)
-    gs.LossScaleOptimizer.from_config(config)
+    LossScaleOptimizer.from_config(config)
     assert config == before
 
     with live("keras") as keras:

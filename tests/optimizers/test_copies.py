@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-import gainstage as gs
-from gainstage.optimizers import SGD
+from gainstage.optimizers import SGD, LossScaleOptimizer, Variable
 
 COPY = {"deepcopy": copy.deepcopy, "pickle": lambda opt: pickle.loads(pickle.dumps(opt))}
 MAKE = {
     "plain": lambda: SGD(0.25, momentum=0.5),
-    "scaled": lambda: gs.LossScaleOptimizer(SGD(0.25, momentum=0.5)),
+    "scaled": lambda: LossScaleOptimizer(SGD(0.25, momentum=0.5)),
 }
 
 
@@ -23,7 +22,7 @@ MAKE = {
 def test_a_copy_trains_its_own_variables(make, duplicate):
     """A copy goes on where the original was, on its public `trainable_variables`, and changes
     nothing of the original."""
-    w, opt = gs.Variable(1.0, name="w"), make()
+    w, opt = Variable(1.0, name="w"), make()
     assert opt.trainable_variables == []
     opt.minimize(lambda: w**2, [w])
     again = duplicate(opt)
@@ -38,7 +37,7 @@ def test_a_copy_trains_its_own_variables(make, duplicate):
 @pytest.mark.parametrize("duplicate", COPY.values(), ids=COPY)
 def test_the_error_for_a_variable_of_the_original_says_what_to_do(duplicate):
     """A copy does not know the original's variables; the error names its own list."""
-    w, opt = gs.Variable(1.0, name="w"), SGD(0.25)
+    w, opt = Variable(1.0, name="w"), SGD(0.25)
     opt.minimize(lambda: w**2, [w])
     with pytest.raises(ValueError, match=r"another variable of that name.*`trainable_variables`"):
         duplicate(opt).minimize(lambda: w**2, [w])
@@ -50,8 +49,8 @@ def test_an_optimizer_on_a_mesh_is_copied_but_not_pickled():
     sharding = NamedSharding(mesh, PartitionSpec("x"))
 
     def make():
-        w = gs.Variable(jax.device_put(jnp.ones(jax.device_count()), sharding), name="w")
-        opt = gs.LossScaleOptimizer(SGD(0.25, 0.5, mesh=mesh))
+        w = Variable(jax.device_put(jnp.ones(jax.device_count()), sharding), name="w")
+        opt = LossScaleOptimizer(SGD(0.25, 0.5, mesh=mesh))
         opt.build([w])
         return w, opt
 

@@ -148,7 +148,7 @@ def test_a_large_gradient_counts_in_full(make):
     of the same gradients divided by 2**40."""
     moved = []
     for scale in (1.0, 2.0**40):
-        w, opt = gs.Variable([0.0]), make()
+        w, opt = gs.optimizers.Variable([0.0]), make()
         for gradient in (1.0, 2.0**-10, -0.5):
             opt.apply([np.array([gradient * scale], np.float32)], [w])
         moved.append(w.numpy())

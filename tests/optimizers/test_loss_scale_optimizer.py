@@ -10,7 +10,7 @@ import pytest
 
 import gainstage as gs
 from gainstage.compat import tf2, v1
-from gainstage.optimizers import SGD, Adam
+from gainstage.optimizers import SGD, Adam, LossScaleOptimizer, Variable
 
 from peers import fails, keras_step, live
 
@@ -24,27 +24,27 @@ def test_an_option_that_a_class_sets_is_not_given():
                 learning_rate, weight_decay=weight_decay, clipvalue=clipvalue, **options
             )
 
-    var, inner = gs.Variable(1.0), Decaying(1.0)
-    opt = gs.LossScaleOptimizer(inner, initial_scale=1.0, weight_decay=0.25, clipnorm=0.5)
+    var, inner = Variable(1.0), Decaying(1.0)
+    opt = LossScaleOptimizer(inner, initial_scale=1.0, weight_decay=0.25, clipnorm=0.5)
     opt.apply([100.0], [var])
     assert float(var) == 0.25
     assert (inner.weight_decay, inner.clipvalue) == (0.5, 3.0)
     assert (opt.weight_decay, opt.clipnorm) == (0.25, 0.5)
     with pytest.raises(ValueError, match="weight_decay here and weight_decay on"):
-        gs.LossScaleOptimizer(Decaying(1.0, weight_decay=0.5), weight_decay=0.25)
+        LossScaleOptimizer(Decaying(1.0, weight_decay=0.5), weight_decay=0.25)
 
 
 def test_the_product_of_scale_and_factor_stays_within_the_bounds():
     """Dynamic scale times `loss_scale_factor` is from 2**-126 to 2**126."""
-    large = gs.LossScaleOptimizer(SGD(0.5), 2.0**126, loss_scale_factor=2.0**100)
-    small = gs.LossScaleOptimizer(SGD(0.5), 2.0**-100, loss_scale_factor=2.0**-100)
+    large = LossScaleOptimizer(SGD(0.5), 2.0**126, loss_scale_factor=2.0**100)
+    small = LossScaleOptimizer(SGD(0.5), 2.0**-100, loss_scale_factor=2.0**-100)
     assert (float(large.loss_scale), float(small.loss_scale)) == (2.0**126, 2.0**-126)
 
 
 def test_an_option_set_later_takes_effect():
     """`wrapper.clipnorm = ...` acts from the next step, and is what the configuration reports."""
-    var = gs.Variable(0.0)
-    opt = gs.LossScaleOptimizer(SGD(1.0), initial_scale=1.0)
+    var = Variable(0.0)
+    opt = LossScaleOptimizer(SGD(1.0), initial_scale=1.0)
     opt.apply([-4.0], [var])
     opt.clipnorm = 1.0
     opt.apply([-4.0], [var])
@@ -57,8 +57,8 @@ def test_it_works_inside_the_users_jit():
     """`minimize`, `apply` and `stateless_apply` give the same in the user's compiled function."""
     results = []
     for way in ("eager", "jit", "stateless"):
-        w = gs.Variable([1.0, 2.0])
-        opt = gs.LossScaleOptimizer(Adam(0.1), dynamic_growth_steps=2)
+        w = Variable([1.0, 2.0])
+        opt = LossScaleOptimizer(Adam(0.1), dynamic_growth_steps=2)
         opt.build([w])
 
         def loss(x, w=w):
@@ -67,7 +67,7 @@ def test_it_works_inside_the_users_jit():
         def step(x, opt=opt, w=w, loss=loss):
             opt.minimize(lambda: loss(x), [w])
 
-        compiled = gs.jit(step, ([w], opt.variables), donate=True)
+        compiled = gs.optimizers.jit(step, ([w], opt.variables), donate=True)
         for x in ([1.0, 2.0], [np.inf, 1.0], [0.5, 1.0]):
             x = jnp.array(x)
             if way == "eager":
@@ -89,13 +89,13 @@ def test_it_works_inside_the_users_jit():
 
 def test_forgetting_the_optimizers_state_is_a_clear_error():
     """A user's `jit` without `opt.variables` in its state is told which variable is missing."""
-    w = gs.Variable(1.0)
-    opt = gs.LossScaleOptimizer(SGD(0.1))
+    w = Variable(1.0)
+    opt = LossScaleOptimizer(SGD(0.1))
     opt.build([w])
     with pytest.raises(ValueError, match=r"'.*/.*' to be in the state"):
-        gs.jit(lambda g: opt.apply([g], [w]), [w])(1.0)
-    unbuilt = gs.LossScaleOptimizer(SGD(0.1, momentum=0.9))
-    step = gs.jit(lambda g: unbuilt.apply([g], [w]), [[w], unbuilt.variables])
+        gs.optimizers.jit(lambda g: opt.apply([g], [w]), [w])(1.0)
+    unbuilt = LossScaleOptimizer(SGD(0.1, momentum=0.9))
+    step = gs.optimizers.jit(lambda g: unbuilt.apply([g], [w]), [[w], unbuilt.variables])
     with pytest.raises(ValueError, match=r"outside of the traced function"):
         step(1.0)
     assert not unbuilt.built
@@ -119,22 +119,22 @@ def test_a_users_rule():
         def update(self, state, finite, *, max_abs):
             return State(state.scale, jnp.maximum(state.largest, max_abs * self.margin))
 
-    var = gs.Variable([0.0, 0.0])
-    opt = gs.LossScaleOptimizer(SGD(1.0), rule=Ceiling())
+    var = Variable([0.0, 0.0])
+    opt = LossScaleOptimizer(SGD(1.0), rule=Ceiling())
     opt.apply([[16.0, np.inf]], [var])
     opt.apply([[16.0, -48.0]], [var])
     names = [v.name.split("/")[1] for v in opt.variables]
     assert names == ["dynamic_scale", "largest", "iteration", "learning_rate"]
     assert float(opt.variables[1]) == 6.0
     assert (opt.dynamic, opt.dynamic_counter) == (True, None)
-    twin = gs.LossScaleOptimizer.from_config(opt.get_config())
+    twin = LossScaleOptimizer.from_config(opt.get_config())
     assert twin.rule == Ceiling()
 
 
 @pytest.mark.parametrize("how", ["apply", "minimize", "build", "copy", "pickle"])
 def test_an_optimizer_with_a_past_can_be_wrapped(how):
     """An inner optimizer that was used, built, copied or stored works inside, with telemetry."""
-    w, inner = gs.Variable([1.0, 1.0]), SGD(0.5)
+    w, inner = Variable([1.0, 1.0]), SGD(0.5)
     if how == "minimize":
         inner.minimize(lambda: w.value().sum() * 0.0, [w])
     else:
@@ -142,7 +142,7 @@ def test_an_optimizer_with_a_past_can_be_wrapped(how):
          "copy": int, "pickle": int}[how]()  # fmt: skip
     inner = copy.deepcopy(inner) if how == "copy" else inner
     inner = pickle.loads(pickle.dumps(inner)) if how == "pickle" else inner
-    opt = gs.LossScaleOptimizer(inner, 8.0, telemetry=True)
+    opt = LossScaleOptimizer(inner, 8.0, telemetry=True)
     if inner.built:
         opt.apply([jnp.array([8.0, 0.0])])
     else:
@@ -156,7 +156,7 @@ def test_an_optimizer_with_a_past_can_be_wrapped(how):
 def test_a_step_that_would_be_bypassed_is_refused(verb):
     """A class that overrides how a step is taken is refused where the override is not called."""
     changed = type("Changed", (SGD,), {verb: lambda self, *args, **kwargs: None})
-    wrappers = [gs.LossScaleOptimizer, tf2.LossScaleOptimizer]
+    wrappers = [LossScaleOptimizer, tf2.LossScaleOptimizer]
     for wrap in wrappers:
         with pytest.raises(TypeError, match=f"Changed overrides {verb}, which .* Override update_"):
             wrap(changed(0.5))
@@ -168,7 +168,7 @@ def test_a_step_that_would_be_bypassed_is_refused(verb):
 
 def test_an_option_of_the_wrapper_is_not_set_inside():
     """An option that the wrapper has is refused on the inner one, where it would do nothing."""
-    opt = gs.LossScaleOptimizer(SGD(1.0), 1.0, clipnorm=1.0)
+    opt = LossScaleOptimizer(SGD(1.0), 1.0, clipnorm=1.0)
     with pytest.raises(ValueError, match=r"Expected clipnorm to be set on .* where it is 1\.0"):
         opt.inner_optimizer.clipnorm = 0.25
     opt.clipnorm = None
@@ -179,14 +179,14 @@ def test_an_option_of_the_wrapper_is_not_set_inside():
 @pytest.mark.parametrize("scale", [0.1, 2.0**15, 2.0**27, 2.0**30])
 def test_the_first_scale_is_the_one_that_was_given(scale):
     """Small ones in decimal notation, large ones to the last digit."""
-    assert gs.LossScaleOptimizer(SGD(), scale).initial_scale == scale
+    assert LossScaleOptimizer(SGD(), scale).initial_scale == scale
     if scale >= 1:
         assert tf2.LossScaleOptimizer(SGD(), initial_scale=scale).initial_scale == scale
 
 
 def scaled_sgd():
-    w = gs.Variable([1.0, 2.0], name="w")
-    return w, gs.LossScaleOptimizer(SGD(0.5), initial_scale=2.0)
+    w = Variable([1.0, 2.0], name="w")
+    return w, LossScaleOptimizer(SGD(0.5), initial_scale=2.0)
 
 
 def test_read_only_parts_of_a_wrapper():
@@ -205,7 +205,7 @@ def test_an_option_taken_back_is_no_longer_given():
     """An option of the inner optimizer set to None may be given to the wrapper."""
     sgd = SGD(1.0, clipnorm=1.0)
     sgd.clipnorm = None
-    assert gs.LossScaleOptimizer(sgd, clipvalue=3.0).clipvalue == 3.0
+    assert LossScaleOptimizer(sgd, clipvalue=3.0).clipvalue == 3.0
 
 
 @pytest.mark.parametrize(("count", "after"), [(2**31 - 1, (16.0, 0)), (-(2**31), (8.0, 1))])
@@ -220,7 +220,7 @@ def test_a_stored_count_cannot_overflow(count, after):
 
 def test_computed_gradients_are_known_to_be_unscaled():
     """`tf2` gradients from `compute_gradients` need no reminder to unscale them."""
-    w = gs.Variable(1.0)
+    w = Variable(1.0)
     opt = tf2.LossScaleOptimizer(SGD(0.25))
     opt.apply_gradients(opt.compute_gradients(lambda: w**2, [w]))
     assert float(w) == 0.5
@@ -230,20 +230,20 @@ def test_a_wrapper_that_fails_leaves_the_inner_optimizer_free():
     """A wrong mesh is refused before anything has changed: another wrapper may be made."""
     meshes = [jax.make_mesh((8,), ("data",)), jax.make_mesh((4,), ("data",))]
     layout = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec("data"))
-    inner, w = SGD(0.5), gs.Variable(jax.device_put(np.ones(8, np.float32), layout))
+    inner, w = SGD(0.5), Variable(jax.device_put(np.ones(8, np.float32), layout))
     inner.build([w])
     with pytest.raises(ValueError, match="Expected variables on the mesh"):
-        gs.LossScaleOptimizer(inner, mesh=meshes[1])
+        LossScaleOptimizer(inner, mesh=meshes[1])
     with pytest.raises(ValueError, match=r"Expected a jax.sharding.Mesh for mesh; got 3"):
-        gs.LossScaleOptimizer(inner, mesh=3)
-    gs.LossScaleOptimizer(inner).apply([jnp.full(8, 2.0**15)], [w])
+        LossScaleOptimizer(inner, mesh=3)
+    LossScaleOptimizer(inner).apply([jnp.full(8, 2.0**15)], [w])
     assert w.numpy().tolist() == [0.5] * 8
 
 
 def test_a_loss_that_is_given_reaches_the_rule():
     """In a loop of one's own `apply(..., loss=loss)` tells the rule what `minimize` would have."""
-    w = gs.Variable([1.0])
-    opt = gs.LossScaleOptimizer(SGD(0.1), rule=gs.AdaptiveLossScale(2.0**10))
+    w = Variable([1.0])
+    opt = LossScaleOptimizer(SGD(0.1), rule=gs.AdaptiveLossScale(2.0**10))
     opt.apply([[1.0]], [w], loss=1.0)
     scale = float(opt.loss_scale)
     opt.apply([[float("inf")]], loss=float("nan"))
@@ -254,8 +254,8 @@ def test_a_loss_that_is_given_reaches_the_rule():
 
 def test_the_eager_apply_is_the_pure_one():
     """Keras's `LossScaleOptimizer.apply` fails on JAX; ours does what `stateless_apply` does."""
-    var = gs.Variable([1.0, 2.0])
-    opt = gs.LossScaleOptimizer(SGD(0.5), initial_scale=4.0)
+    var = Variable([1.0, 2.0])
+    opt = LossScaleOptimizer(SGD(0.5), initial_scale=4.0)
     opt.build([var])
     grads, state = [jnp.array([4.0, 8.0])], [v.value() for v in opt.variables]
     (weights,), state = opt.stateless_apply(state, grads, [var.value()])
@@ -283,7 +283,7 @@ def test_the_eager_apply_is_the_pure_one():
 def test_scales_that_cannot_work_are_refused(arguments):
     """Keras takes a scale of -1, 0 or nan and growth periods of 0 or -5; ours refuses them."""
     with pytest.raises(ValueError, match="Expected"):
-        gs.LossScaleOptimizer(SGD(), **arguments)
+        LossScaleOptimizer(SGD(), **arguments)
 
     with live("keras") as keras:
         try:
@@ -297,13 +297,13 @@ def test_scales_that_cannot_work_are_refused(arguments):
 def test_a_wrapper_is_not_wrapped_and_keeps_the_inner_factor():
     """Keras nests wrappers and erases the inner factor; ours refuses and keeps it in force."""
     inner = SGD(0.5, loss_scale_factor=8.0)
-    opt = gs.LossScaleOptimizer(inner, initial_scale=2.0)
+    opt = LossScaleOptimizer(inner, initial_scale=2.0)
     assert (inner.loss_scale_factor, float(opt.loss_scale)) == (8.0, 16.0)
-    var = gs.Variable(1.0)
+    var = Variable(1.0)
     opt.apply([16.0], [var])
     assert float(var) == 0.5
     with pytest.raises(TypeError, match="not wrapped"):
-        gs.LossScaleOptimizer(opt)
+        LossScaleOptimizer(opt)
 
     with live("keras") as keras:
         inner = keras.optimizers.SGD(0.5, loss_scale_factor=8.0)
@@ -318,8 +318,8 @@ def test_a_wrapper_is_not_wrapped_and_keeps_the_inner_factor():
 
 def test_options_and_exclusions_of_the_wrapper_act():
     """On Keras's wrapper a `clipnorm` set later and an exclusion from decay have no effect."""
-    w, b = gs.Variable(0.0, name="w"), gs.Variable(1.0, name="b")
-    opt = gs.LossScaleOptimizer(SGD(1.0, weight_decay=0.5), initial_scale=1.0)
+    w, b = Variable(0.0, name="w"), Variable(1.0, name="b")
+    opt = LossScaleOptimizer(SGD(1.0, weight_decay=0.5), initial_scale=1.0)
     opt.exclude_from_weight_decay(var_names=["b"])
     opt.clipnorm = 1.0
     opt.apply([-100.0, 0.0], [w, b])

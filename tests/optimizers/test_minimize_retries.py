@@ -8,7 +8,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
-from gainstage.optimizers import SGD, Adam, from_optax
+from gainstage.diagnostics import telemetry
+from gainstage.optimizers import SGD, Adam, LossScaleOptimizer, Variable, from_optax
+from gainstage.transforms import step_was_applied
 
 KEYS = jax.random.split(jax.random.key(0), 2)
 X = jax.random.normal(KEYS[0], (256, 16))
@@ -19,10 +21,10 @@ class Run:
     """A model with a running mean, its optimizer, and its step: eager or compiled."""
 
     def __init__(self, retries, start=2.0**40, compiled=True, inner=None, **options):
-        self.w = gs.Variable(jnp.zeros((16, 16)), name="w")
-        self.mean = gs.Variable(0.0, trainable=False, name="mean")
+        self.w = Variable(jnp.zeros((16, 16)), name="w")
+        self.mean = Variable(0.0, trainable=False, name="mean")
         inner = Adam(0.1, **options) if inner is None else inner
-        self.opt = gs.LossScaleOptimizer(inner, start, telemetry=True)
+        self.opt = LossScaleOptimizer(inner, start, telemetry=True)
         self.opt.build([self.w])
 
         def step(x, y):
@@ -34,19 +36,19 @@ class Run:
             return self.opt.minimize(loss, [self.w], has_aux=True, retries=retries)
 
         state = [self.w, self.mean, *self.opt.variables]
-        self.step = gs.jit(step, state, donate=True) if compiled else step
+        self.step = gs.optimizers.jit(step, state, donate=True) if compiled else step
 
     @property
     def values(self):
         """All but the counts of skipped and retried steps."""
-        info = gs.telemetry(self.opt)._replace(skipped_steps=0, retried_steps=0)
+        info = telemetry(self.opt)._replace(skipped_steps=0, retried_steps=0)
         kept = self.w, self.mean, *self.opt.inner_optimizer.variables, self.opt.dynamic_scale
         return [*(v.numpy() for v in kept), self.opt.dynamic_counter.numpy(), *info]
 
 
 def counts(run):
     """How many steps were skipped, and how many retried."""
-    info = gs.telemetry(run.opt)
+    info = telemetry(run.opt)
     return int(info.skipped_steps), int(info.retried_steps)
 
 
@@ -69,9 +71,9 @@ def test_a_retry_is_a_skipped_step_with_the_same_batch(compiled):
     """Weights, slots, scale and norms are those of as many skipped steps, bit for bit."""
     run, other = Run(40, compiled=compiled), Run(0, compiled=compiled)
     run.step(X, Y)
-    while not gs.step_was_applied(other.opt) or other.opt.iterations == 0:
+    while not step_was_applied(other.opt) or other.opt.iterations == 0:
         other.step(X, Y)
-    lost = gs.telemetry(other.opt).skipped_steps
+    lost = telemetry(other.opt).skipped_steps
     assert lost > 10
     assert counts(run) == (0, lost)
     for one, expected in zip(run.values, other.values, strict=True):
@@ -103,7 +105,7 @@ def test_if_no_retry_is_applied_the_scale_is_lowered_once(compiled):
     """Three retries from 2**40 all overflow; the next step starts from half of the scale."""
     run = Run(3, compiled=compiled)
     run.step(X, Y)
-    assert not gs.step_was_applied(run.opt)
+    assert not step_was_applied(run.opt)
     assert not run.w.numpy().any()
     assert run.opt.loss_scale == 2.0**39
     assert counts(run) == (1, 3)
@@ -115,8 +117,8 @@ def test_if_no_retry_is_applied_the_scale_is_lowered_once(compiled):
 )
 def test_nothing_is_tried_again_at_the_same_scale(rule):
     """A rule that keeps its scale has no retry: the loss is called once."""
-    w, calls = gs.Variable(jnp.zeros((16, 16))), []
-    opt = gs.LossScaleOptimizer(SGD(0.1), rule=rule, telemetry=True)
+    w, calls = Variable(jnp.zeros((16, 16))), []
+    opt = LossScaleOptimizer(SGD(0.1), rule=rule, telemetry=True)
 
     def loss():
         calls.append(1)
@@ -124,7 +126,7 @@ def test_nothing_is_tried_again_at_the_same_scale(rule):
         return jnp.mean((out - Y) ** 2)
 
     opt.minimize(loss, [w], retries=8)
-    assert not gs.step_was_applied(opt)
+    assert not step_was_applied(opt)
     assert len(calls) == 1
 
 
@@ -153,8 +155,8 @@ def test_eight_devices_retry_together(kind):
     """On a mesh the weights are those of one device."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    w = gs.Variable(jax.device_put(jnp.zeros((16, 16)), everywhere))
-    opt = gs.LossScaleOptimizer(Adam(0.1), 2.0**40)
+    w = Variable(jax.device_put(jnp.zeros((16, 16)), everywhere))
+    opt = LossScaleOptimizer(Adam(0.1), 2.0**40)
     opt.build([w])
 
     def step(x, y):
@@ -166,7 +168,7 @@ def test_eight_devices_retry_together(kind):
 
     with jax.set_mesh(mesh):
         rows = NamedSharding(mesh, PartitionSpec("data"))
-        gs.jit(step, [w, *opt.variables])(*(jax.device_put(v, rows) for v in (X, Y)))
+        gs.optimizers.jit(step, [w, *opt.variables])(*(jax.device_put(v, rows) for v in (X, Y)))
     one = Run(40)
     one.step(X, Y)
     np.testing.assert_allclose(w.numpy(), one.w.numpy(), rtol=1e-2, atol=1e-3)
@@ -175,8 +177,8 @@ def test_eight_devices_retry_together(kind):
 
 def test_bad_retries_are_refused():
     """The error names the argument and the value, and nothing has changed."""
-    w = gs.Variable(1.0)
-    opt = gs.LossScaleOptimizer(SGD(0.1))
+    w = Variable(1.0)
+    opt = LossScaleOptimizer(SGD(0.1))
     for retries in (-1, 0.5):
         with pytest.raises(ValueError, match="for retries; got"):
             opt.minimize(lambda: w**2, [w], retries=retries)
@@ -189,8 +191,8 @@ def test_retries_in_vain_leave_the_counts_of_one_skipped_step():
     """The scales of later steps are those of a run without retries, whatever the rule counts."""
     scales = []
     for retries in (0, 3):
-        w = gs.Variable(1.0)
-        opt = gs.LossScaleOptimizer(SGD(0.0), rule=gs.AdaptiveLossScale(2.0**10))
+        w = Variable(1.0)
+        opt = LossScaleOptimizer(SGD(0.0), rule=gs.AdaptiveLossScale(2.0**10))
         for is_bad in (False, True, False, False, False):
 
             def loss(w=w, is_bad=is_bad):

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.optimizers import from_optax
+from gainstage.optimizers import LossScaleOptimizer, Variable, from_optax
+from gainstage.transforms import step_was_applied
 
 
 @pytest.mark.as_users
@@ -16,8 +17,8 @@ def test_no_gradient_leaves_the_state_of_a_variable_alone(compiled):
     """A variable without a gradient keeps its moments bit for bit; the others take their step."""
     masked = optax.masked(optax.trace(0.9), [True, False, True])
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1), masked)
-    variables = [gs.Variable([1.0, 2.0], name=name) for name in "abc"]
-    opt = gs.LossScaleOptimizer(from_optax(tx, jit_compile=compiled), 8.0)
+    variables = [Variable([1.0, 2.0], name=name) for name in "abc"]
+    opt = LossScaleOptimizer(from_optax(tx, jit_compile=compiled), 8.0)
     opt.apply([jnp.full(2, 8.0)] * 3, variables)
 
     def part(of):
@@ -41,7 +42,7 @@ def test_random_keys_in_the_state_are_saved(impl):
     theirs, state = jnp.ones(2), tx.init(jnp.ones(2))
     runs = []
     for _ in range(2):
-        w, opt = gs.Variable([1.0, 1.0]), gs.LossScaleOptimizer(from_optax(tx), 1.0)
+        w, opt = Variable([1.0, 1.0]), LossScaleOptimizer(from_optax(tx), 1.0)
         opt.build([w])
         runs.append((w, opt))
     (w, opt), (other, copy) = runs
@@ -65,7 +66,7 @@ def test_random_keys_in_the_state_are_saved(impl):
 
 def test_a_save_that_fails_stores_nothing():
     """A state with a value that is only planned is not saved in part."""
-    planned, store = gs.Variable(jax.ShapeDtypeStruct((2,), jnp.float32), name="w"), {}
+    planned, store = Variable(jax.ShapeDtypeStruct((2,), jnp.float32), name="w"), {}
     opt = from_optax(optax.noisy_sgd(0.1, key=3))
     opt.build([planned])
     with pytest.raises(ValueError, match="only planned"):
@@ -78,8 +79,8 @@ def test_the_loss_is_passed_on_as_value(scaled):
     """`minimize` and `apply(..., loss=)` give the true loss to a transformation that needs it."""
     tx = optax.polyak_sgd()
     theirs, state = jnp.float32(4.0), tx.init(jnp.float32(4.0))
-    w, opt = gs.Variable(4.0), from_optax(tx)
-    opt = gs.LossScaleOptimizer(opt, 8.0) if scaled else opt
+    w, opt = Variable(4.0), from_optax(tx)
+    opt = LossScaleOptimizer(opt, 8.0) if scaled else opt
     for step in range(4):
         loss, gradient = jax.value_and_grad(lambda w: w**2)(theirs)
         updates, state = tx.update(gradient, state, theirs, value=loss)
@@ -95,7 +96,7 @@ def test_the_loss_is_passed_on_as_value(scaled):
 
 def test_what_a_transformation_cannot_get_is_named():
     """Extra arguments that `Optax` does not pass on, and masks by name, are errors that say so."""
-    w = gs.Variable(4.0, name="w")
+    w = Variable(4.0, name="w")
     for tx, needs in (
         (
             optax.lbfgs(),
@@ -140,26 +141,31 @@ def by_multi_transform(steps):
     def step(params, state, x):
         _, grads = gs.value_and_grad(lambda p: loss_of(p["body"], p["head"], x), state)(params)
         updates, state = tx.update(grads, state, params)
-        return gs.apply_updates(params, updates, state), state
+        return gs.transforms.apply_updates(params, updates, state), state
 
     for i in range(steps):
         params, state = step(params, state, noise(i))
-        yield params["body"], params["head"], gs.loss_scale(state), gs.step_was_applied(state)
+        yield (
+            params["body"],
+            params["head"],
+            gs.transforms.loss_scale(state),
+            step_was_applied(state),
+        )
 
 
 def by_from_optax(steps):
     """The same of variables, whose labels are a list in their order."""
-    body, head = gs.Variable(jnp.ones(8)), gs.Variable(jnp.ones(8))
+    body, head = Variable(jnp.ones(8)), Variable(jnp.ones(8))
     groups = {"adam": optax.adam(0.01, eps=0.0), "sgd": optax.sgd(0.05, momentum=0.9)}
     inner = from_optax(optax.multi_transform(groups, ["adam", "sgd"]))
-    opt = gs.LossScaleOptimizer(inner, rule=RULE, telemetry=True)
+    opt = LossScaleOptimizer(inner, rule=RULE, telemetry=True)
     opt.build([body, head])
 
     def step(x):
         opt.minimize(lambda: loss_of(body.value(), head.value(), x), [body, head])
-        return gs.step_was_applied(opt)
+        return step_was_applied(opt)
 
-    step = gs.jit(step, [body, head, opt.variables], donate=True)
+    step = gs.optimizers.jit(step, [body, head, opt.variables], donate=True)
     for i in range(steps):
         applied = step(noise(i))
         yield body.numpy(), head.numpy(), opt.loss_scale, applied

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import gainstage as gs
-from gainstage.optimizers import SGD
+from gainstage.optimizers import SGD, LossScaleOptimizer, Variable
 
 
 class Doubled(SGD):
@@ -39,7 +39,7 @@ class Counted(SGD):
 @pytest.mark.parametrize("compiled", [True, False])
 def test_the_pure_step_calls_an_override_of_apply(compiled):
     """`stateless_apply` takes the step that `apply` takes."""
-    w = gs.Variable(1.0)
+    w = Variable(1.0)
     opt = Doubled(0.25)
     opt.build([w])
     step = jax.jit(opt.stateless_apply) if compiled else opt.stateless_apply
@@ -48,14 +48,14 @@ def test_the_pure_step_calls_an_override_of_apply(compiled):
     assert (float(new), int(state[0])) == (float(w), int(opt.iterations)) == (0.5, 1)
 
 
-@pytest.mark.parametrize("wrap", [lambda opt: opt, gs.LossScaleOptimizer], ids=["alone", "wrapped"])
+@pytest.mark.parametrize("wrap", [lambda opt: opt, LossScaleOptimizer], ids=["alone", "wrapped"])
 @pytest.mark.parametrize(
     ("kind", "steps", "expected"), [(HalfRate, 2, 0.75), (Python, 2, 0.0), (Counted, 3, -0.75)]
 )
 @pytest.mark.parametrize("how", ["eager", "uncompiled", "jit", "pure"])
 def test_a_step_uses_the_learning_rate_of_a_subclass(kind, steps, expected, wrap, how):
     """The rate of each step is the property of the class, alone and in a wrapper, as in Keras."""
-    w = gs.Variable(1.0)
+    w = Variable(1.0)
     opt = wrap(kind(0.25, jit_compile=how != "uncompiled"))
     opt.build([w])
 
@@ -63,10 +63,10 @@ def test_a_step_uses_the_learning_rate_of_a_subclass(kind, steps, expected, wrap
         opt.minimize(lambda: w * 1.0, [w])
 
     if how == "jit":
-        step = gs.jit(step, ([w], opt.variables))
+        step = gs.optimizers.jit(step, ([w], opt.variables))
     for _ in range(steps):
         if how == "pure":
-            scale = float(opt.scale_loss(1.0)) if isinstance(opt, gs.LossScaleOptimizer) else 1.0
+            scale = float(opt.scale_loss(1.0)) if isinstance(opt, LossScaleOptimizer) else 1.0
             values, state = opt.stateless_apply(
                 [v.value() for v in opt.variables], [scale], [w.value()]
             )
@@ -87,14 +87,14 @@ def test_the_wrapper_reads_and_sets_the_learning_rate_of_a_subclass():
             traces.append(variable.name)
             super().update_step(gradient, variable, learning_rate)
 
-    w, inner = gs.Variable(1.0), Traced(0.25)
-    opt = gs.LossScaleOptimizer(inner)
+    w, inner = Variable(1.0), Traced(0.25)
+    opt = LossScaleOptimizer(inner)
     opt.minimize(lambda: w * 1.0, [w])
     inner.number = 0.25
     opt.minimize(lambda: w * 1.0, [w])
     assert (float(w), opt.learning_rate, len(traces)) == (0.25, 0.25, 2)
     opt.minimize(lambda: w * 1.0, [w])
     assert (float(w), len(traces)) == (0.0, 2)
-    half = gs.LossScaleOptimizer(HalfRate(0.25))
+    half = LossScaleOptimizer(HalfRate(0.25))
     half.learning_rate = 1.0
     assert float(half.learning_rate) == 0.5

@@ -19,9 +19,10 @@ def made(name, dtype=np.float32, **options):
     """Variables, and a wrapped optimizer for them."""
     rng = np.random.default_rng(1)
     variables = [
-        gs.Variable(rng.normal(size=s), dtype=dtype, name=f"v{i}") for i, s in enumerate(SHAPES)
+        gs.optimizers.Variable(rng.normal(size=s), dtype=dtype, name=f"v{i}")
+        for i, s in enumerate(SHAPES)
     ]
-    opt = gs.LossScaleOptimizer(OPTIMIZERS[name](**options), initial_scale=8.0)
+    opt = gs.optimizers.LossScaleOptimizer(OPTIMIZERS[name](**options), initial_scale=8.0)
     opt.build(variables)
     return variables, opt
 

@@ -207,7 +207,7 @@ def test_wrapper_options_are_inner_options(optimizer, option):
     runs = []
     for inner, outer in [(options, {}), ({}, options)]:
         variables, _ = make(optimizer)
-        opt = gs.LossScaleOptimizer(cls(RATE, **arguments, **inner), 8.0, 3, **outer)
+        opt = gs.optimizers.LossScaleOptimizer(cls(RATE, **arguments, **inner), 8.0, 3, **outer)
         assert float(opt.loss_scale) == (32.0 if option == "factor" else 8.0)
         rng = np.random.default_rng(5)
         for i in range(6):

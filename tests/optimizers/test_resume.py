@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage.diagnostics import telemetry
 from gainstage.optimizers import Adam
 
 pytestmark = pytest.mark.as_users
@@ -46,8 +47,10 @@ def inner():
 
 
 def make():
-    variables = [gs.Variable(np.ones(shape, np.float32), name=n) for n, shape in SHAPES.items()]
-    opt = gs.LossScaleOptimizer(inner(), rule=RULE, telemetry=True)
+    variables = [
+        gs.optimizers.Variable(np.ones(shape, np.float32), name=n) for n, shape in SHAPES.items()
+    ]
+    opt = gs.optimizers.LossScaleOptimizer(inner(), rule=RULE, telemetry=True)
     opt.build(variables)
     return variables, opt
 
@@ -108,7 +111,7 @@ def test_a_dictionary_of_arrays(save, load):
         opt.apply(gradients(step), variables)
         snapshots.append(bits(values(variables, opt)))
         saved.append(save(variables, opt))
-    assert int(gs.telemetry(opt).skipped_steps) == len(BAD)
+    assert int(telemetry(opt).skipped_steps) == len(BAD)
     twin = make()
     for start, file in enumerate(saved):
         load(file, *twin)
@@ -188,7 +191,7 @@ def test_msgpack_of_an_optax_state():
         snapshots.append(bits(run))
         saved.append(serialization.to_bytes(run))
         run = step(*run, gradients(i)) if i < STEPS else run
-    assert int(gs.telemetry(run).skipped_steps) == len(BAD)
+    assert int(telemetry(run).skipped_steps) == len(BAD)
     for start, file in enumerate(saved):
         run = serialization.from_bytes(fresh, file)
         assert bits(run) == snapshots[start]

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.optimizers import SGD, schedules
+from gainstage.optimizers import SGD, Variable, schedules
 
 
 def restarted_cosine(step, rate, first, t_mul, m_mul, alpha):
@@ -48,7 +48,7 @@ def test_periods_that_get_shorter_are_refused():
 
 def test_a_schedule_may_start_at_the_rate_of_an_optimizer():
     """`opt.learning_rate` is taken for a number, and may be replaced by the schedule."""
-    opt, w = SGD(0.5), gs.Variable(0.0)
+    opt, w = SGD(0.5), Variable(0.0)
     opt.learning_rate = gs.optimizers.schedules.PolynomialDecay(opt.learning_rate, 2, 0.0)
     assert len(opt.variables) == 1
     for _ in range(2):
@@ -60,7 +60,7 @@ def test_a_schedule_may_start_at_the_rate_of_an_optimizer():
 def test_a_boundary_that_is_never_reached(never):
     """A boundary beyond all steps changes nothing, and one before all is passed from the start."""
     rate = schedules.PiecewiseConstantDecay([-never, 1, never], [8.0, 0.5, 0.25, 4.0])
-    w = gs.Variable(0.0)
+    w = Variable(0.0)
     opt = SGD(rate)
     for expected in (-0.5, -1.0, -1.25):
         opt.apply([1.0], [w])
@@ -105,8 +105,8 @@ def test_a_skipped_step_does_not_move_the_schedule():
     """After two skipped steps of five, the rates were those of three steps."""
     rate = gs.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
     grads = [1.0, np.inf, 1.0, np.nan, 1.0]
-    w, params = gs.Variable(0.0), jnp.float32(0.0)
-    opt = gs.LossScaleOptimizer(SGD(rate), initial_scale=1.0, telemetry=True)
+    w, params = Variable(0.0), jnp.float32(0.0)
+    opt = gs.optimizers.LossScaleOptimizer(SGD(rate), initial_scale=1.0, telemetry=True)
     tx = gs.loss_scaled(optax.sgd(rate))
     state = tx.init(params)
     for gradient in grads:
@@ -115,5 +115,5 @@ def test_a_skipped_step_does_not_move_the_schedule():
         params = optax.apply_updates(params, updates)
     assert float(w) == float(params) == -1.75
     assert (int(opt.iterations), float(opt.learning_rate)) == (3, 0.125)
-    info = gs.telemetry(opt)
+    info = gs.diagnostics.telemetry(opt)
     assert (int(info.applied_steps), int(info.skipped_steps)) == (3, 2)

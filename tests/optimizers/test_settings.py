@@ -6,7 +6,17 @@ import pytest
 
 import gainstage as gs
 from gainstage.compat import dtensor, tf2
-from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, RMSprop, schedules
+from gainstage.optimizers import (
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    AdamW,
+    LossScaleOptimizer,
+    RMSprop,
+    Variable,
+    schedules,
+)
 
 # Of each rule, its settings: a value that is taken, and one that is not.
 SETTINGS = [
@@ -60,7 +70,7 @@ NEED_STATE = [
 @pytest.mark.parametrize(("cls", "name", "value"), NEED_STATE)
 def test_a_setting_that_needs_state_is_set_before_build(cls, name, value):
     """After `build` the error says so, and the next step is as before; before, it works."""
-    w, v = gs.Variable(1.0), gs.Variable(1.0)
+    w, v = Variable(1.0), Variable(1.0)
     opt, twin = cls(0.1), cls(0.1)
     for each, variable in ((opt, w), (twin, v)):
         each.apply([1.0], [variable])
@@ -71,7 +81,7 @@ def test_a_setting_that_needs_state_is_set_before_build(cls, name, value):
     assert float(w) == float(v)
     late, early = cls(0.1), cls(0.1, **{name: value})
     setattr(late, name, value)
-    weights = [gs.Variable(1.0), gs.Variable(1.0)]
+    weights = [Variable(1.0), Variable(1.0)]
     for each, variable in zip((late, early), weights, strict=True):
         each.apply([1.0], [variable])
         each.apply([2.0])
@@ -80,7 +90,7 @@ def test_a_setting_that_needs_state_is_set_before_build(cls, name, value):
 
 def test_a_setting_may_be_changed_to_one_that_needs_less_state():
     """Momentum can be lowered and turned off after `build`; its slots stay."""
-    w, opt = gs.Variable(0.0), SGD(1.0, momentum=0.5)
+    w, opt = Variable(0.0), SGD(1.0, momentum=0.5)
     opt.apply([1.0], [w])
     opt.momentum = 0.0
     opt.apply([1.0])
@@ -90,7 +100,7 @@ def test_a_setting_may_be_changed_to_one_that_needs_less_state():
 
 
 def compiled(opt, weight, **options):
-    return gs.jit(
+    return gs.optimizers.jit(
         lambda: opt.minimize(lambda: weight * 4.0, [weight]),
         state=([weight], opt.variables),
         **options,
@@ -116,15 +126,15 @@ def change_inner(opt):
 CHANGES = [change_clip, change_decay, change_schedule, change_inner]
 MAKE = {
     "plain": functools.partial(SGD, 0.5, momentum=0.5),
-    "scaled": lambda: gs.LossScaleOptimizer(SGD(0.5, momentum=0.5)),
+    "scaled": lambda: LossScaleOptimizer(SGD(0.5, momentum=0.5)),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_a_compiled_step_obeys_what_is_changed_later(make, change):
-    """After a change, a step of `gs.jit` gives what an eager step gives."""
-    weights = [gs.Variable(3.0), gs.Variable(3.0)]
+    """After a change, a step of `gs.optimizers.jit` gives what an eager step gives."""
+    weights = [Variable(3.0), Variable(3.0)]
     eager, opt = make(), make()
     for each, weight in zip((eager, opt), weights, strict=True):
         each.build([weight])
@@ -152,7 +162,7 @@ def test_a_compiled_step_is_compiled_again_only_after_a_change():
             traces.append(0)
             super().update_step(gradient, variable, learning_rate)
 
-    weight, opt = gs.Variable(3.0), Counting(0.5)
+    weight, opt = Variable(3.0), Counting(0.5)
     opt.build([weight])
     step = compiled(opt, weight)
     counts = []
@@ -167,14 +177,14 @@ def test_a_compiled_step_is_compiled_again_only_after_a_change():
 
 def test_a_variable_as_learning_rate_is_read_in_each_step():
     """Two optimizers can share one rate; assigning it changes both, eagerly and compiled."""
-    rate = gs.Variable(0.5, name="rate")
-    a, b = gs.Variable(0.0), gs.Variable(0.0)
-    opts = SGD(rate), gs.LossScaleOptimizer(SGD(rate))
+    rate = Variable(0.5, name="rate")
+    a, b = Variable(0.0), Variable(0.0)
+    opts = SGD(rate), LossScaleOptimizer(SGD(rate))
     for opt, weight in zip(opts, (a, b), strict=True):
         opt.build([weight])
         assert opt.learning_rate is rate
         assert rate not in opt.variables
-    step = gs.jit(
+    step = gs.optimizers.jit(
         lambda: [opts[0].minimize(lambda: a * 1.0, [a]), opts[1].minimize(lambda: b * 1.0, [b])],
         state=([a, b], opts[0].variables, opts[1].variables, rate),
     )
@@ -191,12 +201,12 @@ def test_a_variable_as_learning_rate_is_read_in_each_step():
 
 def test_a_variable_as_learning_rate_must_be_in_the_state_and_a_floating_scalar():
     """A compiled step that would freeze the rate, and a rate of another kind, are errors."""
-    rate, weight = gs.Variable(0.5, name="rate"), gs.Variable(0.0)
+    rate, weight = Variable(0.5, name="rate"), Variable(0.0)
     opt = SGD(rate)
     opt.build([weight])
     with pytest.raises(ValueError, match="in its state; got 'rate'"):
         compiled(opt, weight)()
-    for wrong in (gs.Variable([0.5, 0.5]), gs.Variable(1)):
+    for wrong in (Variable([0.5, 0.5]), Variable(1)):
         with pytest.raises(TypeError, match="Expected a floating scalar for learning_rate"):
             SGD(wrong)
 
@@ -211,7 +221,7 @@ def test_a_variable_as_learning_rate_must_be_in_the_state_and_a_floating_scalar(
         ("ema_momentun", "ema_momentum"),
     ],
 )
-@pytest.mark.parametrize("make", [SGD, dtensor.SGD, lambda r: gs.LossScaleOptimizer(SGD(r))])
+@pytest.mark.parametrize("make", [SGD, dtensor.SGD, lambda r: LossScaleOptimizer(SGD(r))])
 def test_a_misspelled_setting_is_an_error_that_names_the_right_one(make, written, meant):
     """`opt.lr = 0.5` would otherwise make an attribute that nothing reads."""
     opt = make(0.1)
@@ -242,12 +252,12 @@ class Line(schedules.LearningRateSchedule):
         return self.rate * (step + 1.0)
 
 
-@pytest.mark.parametrize("wrap", [lambda opt: opt, gs.LossScaleOptimizer, tf2.LossScaleOptimizer])
+@pytest.mark.parametrize("wrap", [lambda opt: opt, LossScaleOptimizer, tf2.LossScaleOptimizer])
 def test_a_schedule_that_is_changed_between_steps_is_obeyed(wrap):
     """As in TensorFlow and Keras, an eager step uses the attributes of a schedule that are set now,
     those that `learning_rate` tells; without a change nothing is compiled again."""
     schedule = Line(0.5)
-    opt, w = wrap(SGD(schedule)), gs.Variable(0.0)
+    opt, w = wrap(SGD(schedule)), Variable(0.0)
     for _ in range(3):
         opt.minimize(lambda: -w, [w])
     assert (float(w), schedule.calls) == (0.5 + 1.0 + 1.5, 1)

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import gainstage as gs
+from gainstage.optimizers import Variable
 
 
 def test_every_slot_starts_as_its_own_request_says():
@@ -19,7 +20,7 @@ def test_every_slot_starts_as_its_own_request_says():
             start = self.get_slot(variable, "start")
             self.assign(variable, variable - learning_rate * (gradient + variable - start))
 
-    weights = [gs.Variable([1.0, 1.0]), gs.Variable([5.0, 5.0, 5.0])]
+    weights = [Variable([1.0, 1.0]), Variable([5.0, 5.0, 5.0])]
     opt = Anchored(0.5)
     for _ in range(2):
         opt.apply([jnp.zeros(2), jnp.zeros(3)], weights)
@@ -39,7 +40,7 @@ class TwoAverages(gs.optimizers.SGD):
 
 def test_slots_of_one_name_are_several():
     """Each request makes a slot, as in Keras; a second `build` gets those of the first."""
-    variables = gs.Variable([1.0, 2.0], name="w"), gs.Variable([3.0, 4.0], name="b")
+    variables = Variable([1.0, 2.0], name="w"), Variable([3.0, 4.0], name="b")
     opt = TwoAverages(0.5, momentum=0.5)
     for _ in range(2):
         opt.build(variables)

@@ -43,9 +43,11 @@ def made(name):
     """Three variables and a scaled optimizer for them."""
     cls, options, scaled = SETS[name]
     rng = np.random.default_rng(1)
-    variables = [gs.Variable(rng.normal(size=s), name=f"v{i}") for i, s in enumerate(SHAPES)]
+    variables = [
+        gs.optimizers.Variable(rng.normal(size=s), name=f"v{i}") for i, s in enumerate(SHAPES)
+    ]
     scaled = scaled or {"initial_scale": FIRST, "dynamic_growth_steps": GROWTH}
-    opt = gs.LossScaleOptimizer(cls(RATES[0], **options), telemetry=True, **scaled)
+    opt = gs.optimizers.LossScaleOptimizer(cls(RATES[0], **options), telemetry=True, **scaled)
     opt.build(variables)
     return variables, opt
 
@@ -54,7 +56,7 @@ def made(name):
 def compiled(name):
     """What all runs of a set share: variables, optimizer, its steps, and the first values."""
     variables, opt = made(name)
-    step = gs.jit(opt.apply, (variables, opt.variables), donate=True)
+    step = gs.optimizers.jit(opt.apply, (variables, opt.variables), donate=True)
     first = [[np.asarray(x) for x in group] for group in values(variables, opt.variables)]
     return variables, opt, step, first
 

@@ -7,13 +7,14 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.optimizers import SGD, Adam
+from gainstage.optimizers import SGD, Adam, LossScaleOptimizer, Variable
+from gainstage.transforms import select_if_applied, step_was_applied
 
 
 def normalised():
     """A weight, and a loss that keeps a running mean and a count of its calls."""
-    w, mean = gs.Variable([1.0, 2.0], name="w"), gs.Variable([0.0, 0.0], name="mean")
-    calls = gs.Variable(0, name="calls")
+    w, mean = Variable([1.0, 2.0], name="w"), Variable([0.0, 0.0], name="mean")
+    calls = Variable(0, name="calls")
 
     def loss(x):
         mean.assign(0.9 * mean + 0.1 * x * w.value())
@@ -27,19 +28,19 @@ BATCHES = [jnp.ones(2), jnp.array([1.0, jnp.inf]), 2 * jnp.ones(2), jnp.full(2, 
 
 
 @pytest.mark.as_users
-@pytest.mark.parametrize("compiled", ["eagerly", "uncompiled", "in gs.jit"])
+@pytest.mark.parametrize("compiled", ["eagerly", "uncompiled", "in gs.optimizers.jit"])
 def test_a_skipped_step_changes_nothing_but_the_scale(compiled):
     """Variables that a loss assigns keep their values on a skipped step, bit for bit, and get the
     new ones on an applied step; (loss, aux) comes back from both."""
     w, mean, calls, loss = normalised()
-    opt = gs.LossScaleOptimizer(Adam(0.1), 8.0, jit_compile=compiled != "uncompiled")
+    opt = LossScaleOptimizer(Adam(0.1), 8.0, jit_compile=compiled != "uncompiled")
     opt.build([w])
 
     def step(x):
         return opt.minimize(lambda: loss(x), [w], has_aux=True)
 
-    if compiled == "in gs.jit":
-        step = gs.jit(step, [w, mean, calls, opt.variables], donate=True)
+    if compiled == "in gs.optimizers.jit":
+        step = gs.optimizers.jit(step, [w, mean, calls, opt.variables], donate=True)
     expected = np.zeros(2, np.float32)
     for x in BATCHES:
         held = [np.asarray(v).copy() for v in (w, mean, calls, *opt.inner_optimizer.variables)]
@@ -96,7 +97,7 @@ def test_an_override_of_apply_gradients_skips_them_too():
 def test_a_failed_loss_leaves_variables_alone():
     """An error in the loss, or of its result, changes no variable, and binds none."""
     w, mean, calls, loss = normalised()
-    opt = gs.LossScaleOptimizer(SGD(0.1))
+    opt = LossScaleOptimizer(SGD(0.1))
 
     def failing():
         loss(jnp.ones(2))
@@ -115,7 +116,7 @@ def test_a_failed_loss_leaves_variables_alone():
 
 def test_a_loss_must_not_assign_what_it_trains():
     """It would be overwritten by the step: an error that names the variable."""
-    w = gs.Variable(1.0, name="w")
+    w = Variable(1.0, name="w")
     with pytest.raises(ValueError, match=r"does not assign what it trains; got \['w'\]"):
         SGD(0.1).minimize(lambda: (w.assign(2.0), w * w)[1], [w])
     assert float(w) == 1.0
@@ -123,7 +124,7 @@ def test_a_loss_must_not_assign_what_it_trains():
 
 def test_a_variable_may_keep_the_weights_themselves():
     """What is assigned, or returned, may be the array of a weight: it outlives the step."""
-    w, before = gs.Variable([1.0, 2.0]), gs.Variable([0.0, 0.0])
+    w, before = Variable([1.0, 2.0]), Variable([0.0, 0.0])
     opt = SGD(0.5)
     for _ in range(2):
         expected = w.numpy()
@@ -151,7 +152,7 @@ def test_select_if_applied_selects_a_pytree(jitted):
             "count": state["count"] + 1,
             "none": None,
         }
-        return opt_state, gs.select_if_applied(new, state, opt_state)
+        return opt_state, select_if_applied(new, state, opt_state)
 
     step = jax.jit(step) if jitted else step
     opt_state, kept = step(jnp.array([jnp.nan, 1.0]), opt_state, old)
@@ -166,28 +167,28 @@ def test_select_if_applied_selects_a_pytree(jitted):
 def test_select_if_applied_takes_an_optimizer():
     """A hand-written loop asks a `LossScaleOptimizer` with telemetry; others are refused by an
     error that says what to do."""
-    w, mean = gs.Variable([1.0, 2.0]), gs.Variable([0.0, 0.0])
-    opt = gs.LossScaleOptimizer(SGD(0.1), telemetry=True)
-    assert gs.step_was_applied(opt)
+    w, mean = Variable([1.0, 2.0]), Variable([0.0, 0.0])
+    opt = LossScaleOptimizer(SGD(0.1), telemetry=True)
+    assert step_was_applied(opt)
     opt.build([w])
 
     def step(x):
         grads = jax.grad(lambda w: opt.scale_loss((w * x).sum()))(w.value())
         opt.apply([grads], [w])
-        mean.assign(gs.select_if_applied(0.5 * x, mean.value(), opt))
-        return gs.step_was_applied(opt)
+        mean.assign(select_if_applied(0.5 * x, mean.value(), opt))
+        return step_was_applied(opt)
 
-    compiled = gs.jit(step, [w, mean, opt.variables])
+    compiled = gs.optimizers.jit(step, [w, mean, opt.variables])
     for each in (step, compiled):
         assert each(2 * jnp.ones(2))
         assert not each(jnp.full(2, jnp.nan))
         np.testing.assert_array_equal(mean, [1.0, 1.0])
     with pytest.raises(ValueError, match="Expected telemetry=True for the LossScaleOptimizer"):
-        gs.select_if_applied(1.0, 0.0, gs.LossScaleOptimizer(SGD(0.1)))
+        select_if_applied(1.0, 0.0, LossScaleOptimizer(SGD(0.1)))
     with pytest.raises(TypeError, match="Expected a LossScaleOptimizer or a state"):
-        gs.select_if_applied(1.0, 0.0, SGD(0.1))
+        select_if_applied(1.0, 0.0, SGD(0.1))
     with pytest.raises(ValueError, match="Expected old to be a copy"):
-        gs.select_if_applied([mean], [mean], opt)
+        select_if_applied([mean], [mean], opt)
 
 
 def test_batch_normalisation_of_nnx_survives_a_skipped_step():
@@ -217,16 +218,16 @@ def test_batch_normalisation_of_nnx_survives_a_skipped_step():
         _, grads = differentiate(model, x)
         opt.update(model, grads)
         new = nnx.state(model, rest)
-        nnx.update(model, gs.select_if_applied(new, old, opt.opt_state))
+        nnx.update(model, select_if_applied(new, old, opt.opt_state))
 
     x = jnp.arange(12.0).reshape(4, 3)
     step(model, opt, x)
     held = jax.tree.map(np.asarray, nnx.state(model, nnx.BatchStat))
     step(model, opt, x.at[0, 0].set(jnp.inf))
-    assert not gs.step_was_applied(opt.opt_state)
+    assert not step_was_applied(opt.opt_state)
     jax.tree.map(np.testing.assert_array_equal, held, nnx.state(model, nnx.BatchStat))
     step(model, opt, x)
     assert jnp.isfinite(model.norm.mean[...]).all()
     assert int(model.dropout.rngs.count[...]) == 2
     with pytest.raises(ValueError, match="got the same variables as in new"):
-        gs.select_if_applied(nnx.state(model, rest), nnx.state(model, rest), opt.opt_state)
+        select_if_applied(nnx.state(model, rest), nnx.state(model, rest), opt.opt_state)

@@ -7,11 +7,11 @@ import pytest
 
 import gainstage as gs
 from gainstage.compat import dtensor, experimental, tf2, v1
-from gainstage.optimizers import SGD, Adam
+from gainstage.optimizers import SGD, Adam, LossScaleOptimizer, Variable
 
 OPTIMIZERS = {
     "SGD": lambda: SGD(0.25),
-    "LossScaleOptimizer": lambda: gs.LossScaleOptimizer(SGD(0.25)),
+    "LossScaleOptimizer": lambda: LossScaleOptimizer(SGD(0.25)),
     "dtensor": lambda: dtensor.SGD(0.25),
     "tf2": lambda: tf2.LossScaleOptimizer(SGD(0.25)),
     "experimental": lambda: experimental.LossScaleOptimizer(SGD(0.25), "dynamic"),
@@ -30,7 +30,7 @@ class Lazy:
     def loss(self):
         self.calls.append("loss")
         if "late" not in [v.name for v in self.variables]:
-            self.variables.append(gs.Variable(jnp.full(2, 2.0), name="late"))
+            self.variables.append(Variable(jnp.full(2, 2.0), name="late"))
         return sum((v**2).sum() for v in self.variables)
 
     def var_list(self):
@@ -53,22 +53,22 @@ def test_a_variable_that_the_loss_creates_is_trained_from_the_first_step_on(make
 @every_class
 def test_gradients_of_variables_that_the_loss_creates(make):
     """`compute_gradients` has a pair for each variable, also if the loss creates it."""
-    early = gs.Variable(4.0, name="early")
+    early = Variable(4.0, name="early")
     model, opt = Lazy(early=early), make()
     pairs = opt.compute_gradients(model.loss, model.var_list)
     assert [variable.name for _, variable in pairs] == ["early", "late"]
-    scale = 2.0**15 if type(opt) is gs.LossScaleOptimizer else 1.0
+    scale = 2.0**15 if type(opt) is LossScaleOptimizer else 1.0
     assert [float(g.sum()) / scale for g, _ in pairs] == [8.0, 8.0]
 
 
 def test_the_optimizer_is_built_for_early_and_late_variables():
     """Slots exist for all variables; one that appears in a later step is an error."""
-    model = Lazy(early=gs.Variable(4.0, name="early"))
+    model = Lazy(early=Variable(4.0, name="early"))
     opt = SGD(0.25, momentum=0.5)
     opt.minimize(model.loss, model.var_list)
     assert [v.name for v in opt.trainable_variables] == ["early", "late"]
     assert [v.shape for v in opt.momentums] == [(), (2,)]
-    model.variables.append(gs.Variable(1.0, name="later"))
+    model.variables.append(Variable(1.0, name="later"))
     before = [v.numpy() for v in (*model.variables, *opt.variables)]
     with pytest.raises(ValueError, match=r"built with, \['early', 'late'\]; got 'later'"):
         opt.minimize(model.loss, model.var_list)
@@ -78,29 +78,29 @@ def test_the_optimizer_is_built_for_early_and_late_variables():
 
 def test_inside_a_compiled_function_a_loss_creates_no_variable():
     """The error says to create variables outside of the traced function."""
-    w = gs.Variable(1.0)
+    w = Variable(1.0)
     opt = SGD(0.25)
     opt.build([w])
 
     def loss():
-        return (gs.Variable(2.0) * w) ** 2
+        return (Variable(2.0) * w) ** 2
 
-    step = gs.jit(lambda: opt.minimize(loss, lambda: [w]), state=([w], opt.variables))
+    step = gs.optimizers.jit(lambda: opt.minimize(loss, lambda: [w]), state=([w], opt.variables))
     with pytest.raises(ValueError, match=r"Create variables .* outside of the traced function"):
         step()
     assert float(w) == 1.0
 
 
 def test_a_compiled_step_takes_a_callable_var_list():
-    """In `gs.jit` a callable `var_list` gives the same steps as the list."""
+    """In `gs.optimizers.jit` a callable `var_list` gives the same steps as the list."""
     results = []
 
     def run(choose):
-        w, b = gs.Variable([1.0, 2.0], name="w"), gs.Variable(3.0, name="b")
-        opt = gs.LossScaleOptimizer(Adam(0.1))
+        w, b = Variable([1.0, 2.0], name="w"), Variable(3.0, name="b")
+        opt = LossScaleOptimizer(Adam(0.1))
         opt.build([w, b])
         chosen = choose([w, b])
-        step = gs.jit(
+        step = gs.optimizers.jit(
             lambda: opt.minimize(lambda: ((w * b) ** 2).sum(), chosen),
             state=([w, b], opt.variables),
         )
@@ -113,8 +113,8 @@ def test_a_compiled_step_takes_a_callable_var_list():
 
 def test_reads_in_loops_and_compiled_functions_count():
     """The gradients are those of JAX, wherever in the loss a variable is read first."""
-    w, b = gs.Variable([1.0, 2.0], name="w"), gs.Variable([2.0, 2.0], name="b")
-    unused = gs.Variable(1.0, name="unused")
+    w, b = Variable([1.0, 2.0], name="w"), Variable([2.0, 2.0], name="b")
+    unused = Variable(1.0, name="unused")
 
     def pure(w, b):
         def body(carry, x):
@@ -139,7 +139,7 @@ def test_reads_in_loops_and_compiled_functions_count():
 
 def test_a_derivative_inside_of_the_loss():
     """A penalty on `jax.grad` of a function that reads variables has the right gradient."""
-    w, x = gs.Variable(3.0), gs.Variable(2.0)
+    w, x = Variable(3.0), Variable(2.0)
     penalty = lambda: jax.grad(lambda x: w.value() ** 2 * x**2)(x.value())  # noqa: E731
     ((of_w, _), (of_x, _)) = SGD().compute_gradients(penalty, lambda: [w, x])
     assert (float(of_w), float(of_x)) == (4 * 3.0 * 2.0, 2 * 9.0)  # of 2 w**2 x
@@ -148,7 +148,7 @@ def test_a_derivative_inside_of_the_loss():
 @pytest.mark.parametrize("inner", [lambda v: v, lambda v: lambda: v], ids=["list", "callable"])
 def test_gradients_of_gradients(inner):
     """A loss of `compute_gradients`, with a list or a callable, is differentiated itself."""
-    w, b = gs.Variable([1.0, 2.0]), gs.Variable(3.0)
+    w, b = Variable([1.0, 2.0]), Variable(3.0)
 
     def loss():
         ((gradient, _),) = SGD().compute_gradients(lambda: (w**3).sum() * b, inner([w]))
@@ -161,7 +161,7 @@ def test_gradients_of_gradients(inner):
 
 def test_variables_that_are_not_trained_are_not_differentiated():
     """In later steps a loss may pass a variable that is not trained to a callback."""
-    w, rate = gs.Variable(2.0), gs.Variable(0.5)
+    w, rate = Variable(2.0), Variable(0.5)
     opt = SGD(0.25)
     opt.build([w])
 
@@ -176,8 +176,8 @@ def test_variables_that_are_not_trained_are_not_differentiated():
 def test_what_such_a_loss_assigns_is_kept_if_the_step_is_applied():
     """A running mean that the loss reads and assigns changes with the step, and not with a skipped
     one."""
-    w, mean = gs.Variable(2.0), gs.Variable(0.0)
-    opt = gs.LossScaleOptimizer(SGD(0.25))
+    w, mean = Variable(2.0), Variable(0.0)
+    opt = LossScaleOptimizer(SGD(0.25))
 
     def loss(x):
         mean.assign(0.5 * mean + 0.5 * x)
@@ -200,10 +200,10 @@ def test_retries_and_accumulation_of_variables_that_the_loss_creates():
 
     def loss():
         if not made:
-            made.append(gs.Variable(1.0))
+            made.append(Variable(1.0))
         return 4 * made[0] ** 2
 
-    opt = gs.LossScaleOptimizer(SGD(1 / 16), initial_scale=2.0**126)
+    opt = LossScaleOptimizer(SGD(1 / 16), initial_scale=2.0**126)
     opt.minimize(loss, lambda: made, retries=8)
     assert (float(made[0]), float(opt.loss_scale)) == (0.5, 2.0**124)
 
@@ -216,16 +216,16 @@ def test_retries_and_accumulation_of_variables_that_the_loss_creates():
 def test_half_precision_and_frozen_variables():
     """A half-precision variable that the loss creates gets its gradient; others that it reads
     change nothing."""
-    frozen, counter = gs.Variable(3.0, trainable=False), gs.Variable(0, trainable=False)
+    frozen, counter = Variable(3.0, trainable=False), Variable(0, trainable=False)
     made = []
 
     def loss():
         if not made:
-            made.append(gs.Variable(jnp.ones(2, jnp.float16)))
+            made.append(Variable(jnp.ones(2, jnp.float16)))
         counter.assign_add(1)
         return (made[0].astype("float32") * frozen).sum()
 
-    opt = gs.LossScaleOptimizer(SGD(0.25), initial_scale=8.0)
+    opt = LossScaleOptimizer(SGD(0.25), initial_scale=8.0)
     assert float(opt.minimize(loss, lambda: made)) == 6.0
     assert made[0].numpy().tolist() == [0.25, 0.25]
     assert (float(frozen), int(counter)) == (3.0, 1)
@@ -233,7 +233,7 @@ def test_half_precision_and_frozen_variables():
 
 def test_an_interrupted_loss_leaves_all_variables_readable():
     """A loss that raises after it has read variables leaves them as they were."""
-    w = gs.Variable(2.0)
+    w = Variable(2.0)
 
     def loss():
         raise KeyError(float(jnp.shape(w.value() * 2) == ()))

@@ -288,10 +288,12 @@ def test_a_planned_variable_comes_into_being_by_a_checkpoint(tmp_path):
     with ocp.StandardCheckpointer() as checkpoints:
         checkpoints.save(tmp_path / "1", [v.value() for v in variables])
     plans = [
-        gs.Variable(jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding), name=w.name)
+        gs.optimizers.Variable(
+            jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding), name=w.name
+        )
         for w in saved.weights
     ]
-    optimizer = gs.LossScaleOptimizer(
+    optimizer = gs.optimizers.LossScaleOptimizer(
         Adam(0.01, shard_state_over="data", use_ema=True), dynamic_growth_steps=4
     )
     optimizer.build(plans)

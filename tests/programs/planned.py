@@ -28,14 +28,14 @@ def devices_of(name):
 def check(inner, sharding, **options):
     """Its step is compiled."""
     half = jax.ShapeDtypeStruct((1024, 512), jnp.float16, sharding=sharding)
-    weight = gs.Variable(half, name="w")
-    optimizer = gs.LossScaleOptimizer(inner, **options)
+    weight = gs.optimizers.Variable(half, name="w")
+    optimizer = gs.optimizers.LossScaleOptimizer(inner, **options)
     optimizer.build([weight])
 
     def step(x):
         return optimizer.minimize(lambda: jnp.sum(weight.value() * x), [weight])
 
-    gs.jit(step, ([weight], optimizer.variables), donate=True).lower(half).compile()
+    gs.optimizers.jit(step, ([weight], optimizer.variables), donate=True).lower(half).compile()
 
 
 def main(name):

@@ -49,7 +49,7 @@ def main():
         step = gs.train_step(loss_fn, tx, retries=retries, donate=False)
         found[name] = sizes(lowered_for_cuda(step, params, state, batch, donated=(0, 1)))
     losses = {
-        "gradient": gs.locally_scaled(loss_fn, 2.0**15),
+        "gradient": gs.transforms.locally_scaled(loss_fn, 2.0**15),
         "gradient, retries": gs.autocast(loss_fn, loss_scale=2.0**15),
     }
     for name, fun in losses.items():

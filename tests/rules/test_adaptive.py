@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.optimizers import SGD
+from gainstage.optimizers import SGD, LossScaleOptimizer
+from gainstage.transforms import loss_scale
 
 from oracles import AdaptiveAutomaton
 
@@ -72,8 +73,8 @@ def test_a_long_run_of_overflows_is_what_its_description_says(known):
 
 def train(rule, factor, steps, spoiled=(), known=True):
     """SGD on a small float16 network, whose gradients are about `factor`; which steps skip."""
-    w = gs.Variable(np.linspace(0.5, 1.5, 16, dtype=np.float32))
-    opt = gs.LossScaleOptimizer(SGD(0.0), rule=rule, telemetry=True)
+    w = gs.optimizers.Variable(np.linspace(0.5, 1.5, 16, dtype=np.float32))
+    opt = LossScaleOptimizer(SGD(0.0), rule=rule, telemetry=True)
     opt.build([w])
 
     def step(x):
@@ -85,9 +86,9 @@ def train(rule, factor, steps, spoiled=(), known=True):
             opt.minimize(loss, [w])
         else:
             opt.apply_gradients(opt.compute_gradients(loss, [w]))
-        return gs.telemetry(opt)
+        return gs.diagnostics.telemetry(opt)
 
-    program = gs.jit(step, ([w], opt.variables), donate=True)
+    program = gs.optimizers.jit(step, ([w], opt.variables), donate=True)
     infos = [program(jnp.full(16, NAN if n in spoiled else 1.0)) for n in range(steps)]
     return [not bool(i.finite) for i in infos], [float(i.loss_scale) for i in infos]
 
@@ -284,7 +285,7 @@ def test_devices_share_a_loss_that_is_bad_on_one():
     good = jax.jit(mapped)(state, params, params)
     bad = jax.jit(mapped)(good, seen, seen)
     assert (bool(good.applied), bool(bad.applied)) == (True, False)
-    assert float(gs.loss_scale(bad)) == float(gs.loss_scale(good))
+    assert float(loss_scale(bad)) == float(loss_scale(good))
 
 
 def test_in_an_optax_loop_the_loss_is_passed_as_value():
@@ -293,12 +294,12 @@ def test_in_an_optax_loop_the_loss_is_passed_as_value():
     params = jnp.ones(3)
     state = tx.init(params)
     _, state = tx.update(params, state, params, value=1.0)
-    scale = float(gs.loss_scale(state))
+    scale = float(loss_scale(state))
     for _ in range(10):
         _, state = tx.update(params * NAN, state, params, value=NAN)
-    assert float(gs.loss_scale(state)) == scale
+    assert float(loss_scale(state)) == scale
     _, state = tx.update(params * np.inf, state, params, value=1.0)
-    assert float(gs.loss_scale(state)) == scale / 2
+    assert float(loss_scale(state)) == scale / 2
 
 
 def test_wrong_settings():
@@ -309,8 +310,8 @@ def test_wrong_settings():
             gs.AdaptiveLossScale(**{name: value})
     rule = gs.AdaptiveLossScale(8.0, margin=2)
     assert gs.AdaptiveLossScale.from_config(rule.get_config()) == rule
-    opt = gs.LossScaleOptimizer(SGD(0.1), rule=rule)
-    assert gs.LossScaleOptimizer.from_config(opt.get_config()).rule == rule
+    opt = LossScaleOptimizer(SGD(0.1), rule=rule)
+    assert LossScaleOptimizer.from_config(opt.get_config()).rule == rule
 
 
 def test_the_largest_number_may_be_small():

@@ -13,7 +13,7 @@ import pytest
 
 import gainstage as gs
 from gainstage.compat import experimental, tf2, v1
-from gainstage.optimizers import SGD
+from gainstage.optimizers import SGD, LossScaleOptimizer, Variable
 
 from oracles import AdaptiveAutomaton, dynamic_step, keras_step, reachable, tensorflow_step
 
@@ -77,7 +77,7 @@ def of_optimizer(opt, weight, apply):
     names = [v.name.rpartition("/")[2] for v in variables]
     scale = next(i for i, n in enumerate(names) if n in ("dynamic_scale", "current_loss_scale"))
     good = next(i for i, n in enumerate(names) if n in ("step_counter", "good_steps"))
-    pure, values = gs.functionalize(apply, variables), [v.value() for v in variables]
+    pure, values = gs.optimizers.functionalize(apply, variables), [v.value() for v in variables]
 
     def step(state, gradient):
         before = list(values)
@@ -96,7 +96,7 @@ def in_loss_scaled(start, period, multiplier):
     def step(state, gradient):
         before = tx.init(params)._replace(rule_state=gs.typing.ScaleState(*state))
         updates, after = tx.update(gradient, before, params)
-        return *after.rule_state[:2], gs.apply_updates(params, updates, after)
+        return *after.rule_state[:2], gs.transforms.apply_updates(params, updates, after)
 
     return step
 
@@ -104,14 +104,14 @@ def in_loss_scaled(start, period, multiplier):
 def in_loss_scale_optimizer(start, period, multiplier):
     """`LossScaleOptimizer.apply` with TensorFlow's lowest scale."""
     rule = gs.DynamicLossScale(start, period, multiplier, min_scale=1.0)
-    weight, opt = gs.Variable(1.0), gs.LossScaleOptimizer(SGD(0.5), rule=rule)
+    weight, opt = Variable(1.0), LossScaleOptimizer(SGD(0.5), rule=rule)
     opt.build([weight])
     return of_optimizer(opt, weight, lambda g: opt.apply([g * opt.loss_scale]))
 
 
 def in_experimental_scale(start, period, multiplier):
     """`compat.experimental.DynamicLossScale.update`, in a loop that asks it what to apply."""
-    weight, scale = gs.Variable(1.0), experimental.DynamicLossScale(start, period, multiplier)
+    weight, scale = Variable(1.0), experimental.DynamicLossScale(start, period, multiplier)
 
     def apply(gradient):
         _, should_apply = scale.update([gradient])
@@ -128,7 +128,7 @@ def in_its_loop(opt, weight, gradient):
 
 def in_experimental_optimizer(start, period, multiplier):
     """`compat.experimental.LossScaleOptimizer`, which wants a multiplier of 2."""
-    weight, scale = gs.Variable(1.0), experimental.DynamicLossScale(start, period, multiplier)
+    weight, scale = Variable(1.0), experimental.DynamicLossScale(start, period, multiplier)
     opt = experimental.LossScaleOptimizer(SGD(0.5), scale)
     opt.build([weight])
     return of_optimizer(opt, weight, functools.partial(in_its_loop, opt, weight))
@@ -136,14 +136,14 @@ def in_experimental_optimizer(start, period, multiplier):
 
 def in_tf2(start, period, multiplier):
     """`compat.tf2.LossScaleOptimizer`, whose multiplier is 2."""
-    weight, opt = gs.Variable(1.0), tf2.LossScaleOptimizer(SGD(0.5), True, start, period)
+    weight, opt = Variable(1.0), tf2.LossScaleOptimizer(SGD(0.5), True, start, period)
     opt.build([weight])
     return of_optimizer(opt, weight, functools.partial(in_its_loop, opt, weight))
 
 
 def in_v1(start, period, multiplier):
     """`compat.v1.MixedPrecisionLossScaleOptimizer`."""
-    weight, scale = gs.Variable(1.0), experimental.DynamicLossScale(start, period, multiplier)
+    weight, scale = Variable(1.0), experimental.DynamicLossScale(start, period, multiplier)
     opt = v1.MixedPrecisionLossScaleOptimizer(v1.GradientDescentOptimizer(0.5), scale)
     opt.build([weight])
     return of_optimizer(opt, weight, lambda g: opt.apply_gradients([(g, weight)]))
@@ -151,8 +151,8 @@ def in_v1(start, period, multiplier):
 
 def in_keras(start, period, multiplier):
     """`LossScaleOptimizer` with Keras's arguments."""
-    weight = gs.Variable(1.0)
-    opt = gs.LossScaleOptimizer(SGD(0.5), initial_scale=start, dynamic_growth_steps=period)
+    weight = Variable(1.0)
+    opt = LossScaleOptimizer(SGD(0.5), initial_scale=start, dynamic_growth_steps=period)
     opt.build([weight])
     return of_optimizer(opt, weight, lambda g: opt.apply([g * opt.loss_scale]))
 

@@ -10,7 +10,8 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.optimizers import SGD, Adam, from_optax
+from gainstage.optimizers import SGD, Adam, LossScaleOptimizer, Variable, from_optax
+from gainstage.transforms import loss_scale
 
 from oracles import scale_automaton
 from peers import fails, keras_step, live
@@ -91,7 +92,7 @@ def test_arguments_of_the_optimizer_are_checked(name):
     """A wrong scale argument of `LossScaleOptimizer` is an error that names it as given there."""
     for value in (0, -1, math.nan, True, "8"):
         with pytest.raises((ValueError, TypeError), match=rf"Expected .* for {name}; got "):
-            gs.LossScaleOptimizer(SGD(), **{name: value})
+            LossScaleOptimizer(SGD(), **{name: value})
 
 
 def test_bounds_must_enclose():
@@ -173,8 +174,8 @@ def asking(*names):
 def test_a_rule_is_told_what_it_measures(gradient, largest, nan, inf):
     """Measures are those of the true gradients; the loss is nan unless it was given."""
     rule, gradient = asking("max_abs", "any_nan", "any_inf", "loss"), jnp.float32(gradient)
-    opt = gs.LossScaleOptimizer(SGD(), rule=rule)
-    opt.apply([4 * gradient], [gs.Variable([0.0, 0.0])])
+    opt = LossScaleOptimizer(SGD(), rule=rule)
+    opt.apply([4 * gradient], [Variable([0.0, 0.0])])
     told = [float(v) for v in opt.variables[:5]]
     np.testing.assert_equal(told, [4, largest, nan, inf, np.nan])
 
@@ -189,23 +190,23 @@ def test_a_rule_is_told_nothing_else(names, any_nan):
     tx = gs.loss_scaled(optax.sgd(0.1), asking(*names))
     _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=2.5)
     assert state.rule_state == (4, -1, any_nan, -1, -1)
-    opt = gs.LossScaleOptimizer(SGD(), rule=asking(*names))
-    opt.apply([jnp.ones(2)], [gs.Variable([0.0, 0.0])])
+    opt = LossScaleOptimizer(SGD(), rule=asking(*names))
+    opt.apply([jnp.ones(2)], [Variable([0.0, 0.0])])
     assert [float(v) for v in opt.variables[:5]] == [4, -1, any_nan, -1, -1]
 
 
 def test_an_unknown_measure_is_refused():
     """A rule that asks for something unknown is told what there is."""
     with pytest.raises(ValueError, match=r"max_abs.*got 'median'"):
-        gs.LossScaleOptimizer(SGD(), rule=asking("median")).apply([1.0], [gs.Variable(1.0)])
+        LossScaleOptimizer(SGD(), rule=asking("median")).apply([1.0], [Variable(1.0)])
 
 
 @pytest.mark.parametrize("scale", [2.0**-24, 2.0**126])
 def test_gradients_are_recovered_at_the_bounds(scale):
     """At both ends of the scale a true gradient comes back exactly, compiled or not."""
     for compiled in (True, False):
-        var = gs.Variable([0.0, 0.0])
-        opt = gs.LossScaleOptimizer(SGD(1.0), scale, jit_compile=compiled)
+        var = Variable([0.0, 0.0])
+        opt = LossScaleOptimizer(SGD(1.0), scale, jit_compile=compiled)
         opt.apply([np.float32([1.0, 2.0**-100]) * np.float32(scale)], [var])
         assert var.numpy().tolist() == [-1.0, -(2.0**-100)]
 
@@ -223,9 +224,9 @@ def test_a_rule_names_what_its_update_needs():
 
 def test_a_loss_is_one_array_and_gradients_are_any_tree():
     """`scale_loss` refuses several losses by name; `check_finite` takes trees and iterables."""
-    opt, tx = gs.LossScaleOptimizer(SGD()), gs.loss_scaled(optax.sgd(0.1))
+    opt, tx = LossScaleOptimizer(SGD()), gs.loss_scaled(optax.sgd(0.1))
     state = tx.init(jnp.ones(2))
-    for scale in (opt.scale_loss, lambda loss: gs.scale_loss(loss, state)):
+    for scale in (opt.scale_loss, lambda loss: gs.transforms.scale_loss(loss, state)):
         with pytest.raises(
             TypeError, match=r"Expected one loss, an array; got .* Sum several losses"
         ):
@@ -237,8 +238,8 @@ def test_a_loss_is_one_array_and_gradients_are_any_tree():
 
 def test_a_scale_within_a_scale_is_refused():
     """`LossScaleOptimizer` around a transformation that scales is an error, and builds nothing."""
-    weight, inner = gs.Variable(1.0), from_optax(optax.chain(gs.loss_scaled(optax.sgd(0.1))))
-    opt = gs.LossScaleOptimizer(inner)
+    weight, inner = Variable(1.0), from_optax(optax.chain(gs.loss_scaled(optax.sgd(0.1))))
+    opt = LossScaleOptimizer(inner)
     with pytest.raises(ValueError, match="a scale within a scale"):
         opt.minimize(lambda: weight * weight, [weight])
     assert not inner.built
@@ -255,8 +256,8 @@ def test_a_rule_of_ones_own_cannot_break_the_scale(scale):
         def update(self, state, finite):
             return gs.typing.ScaleState(jnp.float32(scale))
 
-    w = gs.Variable(1.0)
-    opt = gs.LossScaleOptimizer(SGD(0.5), rule=Broken(8.0))
+    w = Variable(1.0)
+    opt = LossScaleOptimizer(SGD(0.5), rule=Broken(8.0))
     opt.minimize(lambda: w * 1.0, [w])
     assert opt.loss_scale.dtype == jnp.float32
     assert 0 < float(opt.loss_scale) <= 2.0**126
@@ -269,8 +270,8 @@ def test_a_number_beyond_every_float_is_out_of_range():
 
 
 def scaled_sgd():
-    w = gs.Variable([1.0, 2.0], name="w")
-    return w, gs.LossScaleOptimizer(SGD(0.5), initial_scale=2.0)
+    w = Variable([1.0, 2.0], name="w")
+    return w, LossScaleOptimizer(SGD(0.5), initial_scale=2.0)
 
 
 @pytest.mark.parametrize("spoiled", [np.nan, np.inf, 0.0, -1.0])
@@ -301,7 +302,7 @@ def test_the_default_rule_is_one():
     for _ in range(20):
         states = [tx.update(params * jnp.nan, state, params)[1]
                   for tx, state in zip((without, given), states, strict=True)]  # fmt: skip
-    assert [float(gs.loss_scale(state)) for state in states] == [1.0, 1.0]
+    assert [float(loss_scale(state)) for state in states] == [1.0, 1.0]
 
 
 LOADED = [
@@ -321,14 +322,14 @@ def test_the_rule_in_force_decides(saved, rule, expected):
     step = gs.train_step(lambda w: (w**2).sum(), tx)
     _, opt_state, _ = step(params, gs.loss_scaled(optax.sgd(0.1), saved).init(params))
     assert opt_state.applied
-    assert gs.loss_scale(opt_state) == expected
+    assert loss_scale(opt_state) == expected
 
 
 # Asked for in apex#777 (division by a scale of 0).
 def test_after_200_overflows_a_finite_step_is_finite():
     """After 200 overflows Keras's scale is 0 and a finite step gives -inf; ours goes on."""
-    var = gs.Variable(1.0)
-    opt = gs.LossScaleOptimizer(SGD(0.5))
+    var = Variable(1.0)
+    opt = LossScaleOptimizer(SGD(0.5))
     opt.scale_loss(1.0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* steps in a row were skipped")
@@ -350,8 +351,8 @@ def test_after_200_overflows_a_finite_step_is_finite():
 # Asked for in flax#2547 (infinite scale).
 def test_after_120_doublings_the_scale_comes_down():
     """After 112 doublings Keras's scale is inf for ever; ours stays finite and comes down."""
-    var = gs.Variable(1.0)
-    opt = gs.LossScaleOptimizer(SGD(0.0), dynamic_growth_steps=1)
+    var = Variable(1.0)
+    opt = LossScaleOptimizer(SGD(0.0), dynamic_growth_steps=1)
     for _ in range(120):
         opt.apply([0.0], [var])
     assert float(opt.loss_scale) == 2.0**126
@@ -369,7 +370,7 @@ def test_after_120_doublings_the_scale_comes_down():
 
 def test_a_plain_factor_skips_nan():
     """A plain optimizer with Keras's static factor applies a NaN; ours checks and skips."""
-    var = gs.Variable(1.0)
+    var = Variable(1.0)
     opt = SGD(0.5, loss_scale_factor=128.0)
     opt.apply([jnp.nan], [var])
     assert (float(var), int(opt.iterations)) == (1.0, 0)
@@ -423,7 +424,7 @@ def test_the_default_scale_has_a_floor():
     """NaNs drive jaxamp's scale to 0, a bad step being repeated up to ten times; ours has one."""
     for rule, floor in (
         (gs.DynamicLossScale(), 1.0),
-        (gs.LossScaleOptimizer(SGD()).rule, 2.0**-24),
+        (LossScaleOptimizer(SGD()).rule, 2.0**-24),
     ):
         state, update = rule.init(), jax.jit(rule.update)
         for _ in range(240):
@@ -453,8 +454,8 @@ def test_training_goes_on_after_a_storm_of_bad_batches():
     """45 NaN batches leave Keras at a scale of 2**-30; ours goes on as float32 would."""
     runs = []
     for storm in (0, 45):
-        var = gs.Variable([1.0, -1.0])
-        opt = gs.LossScaleOptimizer(Adam(0.1))
+        var = Variable([1.0, -1.0])
+        opt = LossScaleOptimizer(Adam(0.1))
         for _ in range(storm):
             opt.apply([[jnp.nan, 1.0]], [var])
         for _ in range(20):
@@ -478,7 +479,7 @@ class WithoutAScale(gs.LossScale):
 def test_a_rule_without_a_scale_is_refused():
     """The first state of a rule has a `scale`, or both faces say what they expect."""
     for make in (
-        lambda: gs.LossScaleOptimizer(SGD(0.1), rule=WithoutAScale()),
+        lambda: LossScaleOptimizer(SGD(0.1), rule=WithoutAScale()),
         lambda: gs.loss_scaled(optax.sgd(0.1), WithoutAScale()).init(jnp.ones(2)),
     ):
         with pytest.raises(TypeError, match="scale"):

@@ -66,14 +66,14 @@ def train(path, rule, params, loss_of, steps, telling, **recording):
         loss, grads = gs.value_and_grad(loss_of, state)(params, *args)
         extra = {"value": loss} if "value" in telling else {}
         updates, state = tx.update(grads, state, params, **extra)
-        return gs.apply_updates(params, updates, state), state, loss
+        return gs.transforms.apply_updates(params, updates, state), state, loss
 
     path.unlink(missing_ok=True)
     with JsonLines(path, rule=rule, params=params, **recording) as run:
         for n in range(len(steps)):
             params, state, loss = step(params, state, *steps[n])
             extra = {"loss": loss} if "loss" in telling else {}
-            run.write(n, gs.telemetry(state), **extra)
+            run.write(n, gs.diagnostics.telemetry(state), **extra)
         run.write_report(n, gs.diagnostics.report(state, params))
     return gs.diagnostics.report(state, params)
 

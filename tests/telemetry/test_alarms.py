@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.diagnostics import Alarm, Alarms, JsonLines, Run, alarms_in, read_run
+from gainstage.diagnostics import Alarm, Alarms, JsonLines, Run, alarms_in, read_run, telemetry
 from gainstage.optimizers import SGD
 from gainstage.runs.skip_causes import why_skipped
 from gainstage.runs.summary import summary
@@ -160,7 +160,7 @@ def test_an_alarm_names_advise_where_a_precision_may_be_the_answer(kind):
         watch(alarms, simulated(rule, largest, **how))
     (alarm,) = said
     assert alarm.kind == kind
-    assert ("gs.precision.advise(loss_fn, params, batches)" in alarm.message) == (kind != "skips")
+    assert ("gs.advise(loss_fn, params, batches)" in alarm.message) == (kind != "skips")
 
 
 def test_a_scale_at_its_highest_or_a_fixed_one_cannot_grow():
@@ -225,14 +225,14 @@ def test_a_recorded_run_has_the_same_alarms(tmp_path):
 
 def test_a_run_of_an_optimizer_is_watched():
     """The telemetry of a compiled step is what the alarms need: NaN data, and nothing else."""
-    w = gs.Variable(np.ones(4, np.float32))
-    opt = gs.LossScaleOptimizer(SGD(0.01), telemetry=True)
+    w = gs.optimizers.Variable(np.ones(4, np.float32))
+    opt = gs.optimizers.LossScaleOptimizer(SGD(0.01), telemetry=True)
     opt.build([w])
 
     def step(x):
-        return opt.minimize(lambda: ((w.value() * x) ** 2).sum(), [w]), gs.telemetry(opt)
+        return opt.minimize(lambda: ((w.value() * x) ** 2).sum(), [w]), telemetry(opt)
 
-    program, found = gs.jit(step, ([w], opt.variables), donate=True), []
+    program, found = gs.optimizers.jit(step, ([w], opt.variables), donate=True), []
     with Alarms(opt.rule, on_alarm=found.append) as alarms:
         for n in range(60):
             loss, info = program(jnp.float32(NAN if 20 <= n < 40 else 1.0))
@@ -347,7 +347,7 @@ def test_skips_without_a_record_ring(every, bad, rings):
             is_bad = n % 10 < bad or n % 30 == 7
             w, state, loss = step(w, state, x * NAN if is_bad else x)
             if n % every == every - 1:
-                alarms.write(n, gs.telemetry(state), loss=loss)
+                alarms.write(n, telemetry(state), loss=loss)
     assert [alarm.kind for alarm in said if alarm.kind == "skips"] == ["skips"] * rings
     if rings:
         assert "without a record" in str(said[0])
@@ -360,7 +360,7 @@ def test_alarms_of_an_unknown_place_point_to_the_x_ray():
         said = []
         with Alarms(rule, on_alarm=said.append) as alarms:
             watch(alarms, simulated(rule, largest, **how))
-        assert "gs.diagnostics.xray(loss_fn, params, batch, opt_state=opt_state)" in str(said[0])
+        assert "gs.xray(loss_fn, params, batch, opt_state=opt_state)" in str(said[0])
 
 
 def test_infinities_in_some_tensors_alone_are_an_overflow():

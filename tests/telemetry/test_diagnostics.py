@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 
 import gainstage as gs
 from gainstage.__main__ import main
+from gainstage._xray.from_file import commands
 from gainstage.diagnostics import JsonLines, Run, Writer, read_run
 from gainstage.runs.recording import measures
 from gainstage.runs.summary import StepFile, summary
-from gainstage.xray.from_file import commands
 
 
 def info(finite=True, scale=8.0, skipped=0, norm=1.5):
@@ -281,7 +281,7 @@ raise SystemExit(3)
 
 def test_a_variable_is_written_as_it_is_then():
     """What a variable holds is taken when it is written, not when it is read."""
-    rate = gs.Variable(0.5)
+    rate = gs.optimizers.Variable(0.5)
     with Kept(every=10) as kept:
         kept.write(0, rate=rate)
         rate.assign(0.25)
@@ -637,7 +637,7 @@ def test_no_advice_contradicts_the_scale():
     run = skipping(range(100, 200))._replace(tensors={"w": KNOWN | shares})
     assert summary(run).underflow.lead == [
         "Underflow: float16 is 20% off in w, and by more than 1% in 1 of 1 tensors. "
-        "gs.precision.advise(loss_fn, params, batches) says what each precision costs."
+        "gs.advise(loss_fn, params, batches) says what each precision costs."
     ]
 
 
@@ -769,7 +769,7 @@ def test_a_page_says_that_nothing_underflows():
         "In gradients of parameters nothing underflows: float16 is at most 0.02% off.",
         "Without scaling float16 would be 30% off in w, and by more than 1% in 1 of 1 tensors: "
         "you need it.",
-        "Numbers inside of the network are smaller, and are not measured: see gs.diagnostics.xray.",
+        "Numbers inside of the network are smaller, and are not measured: see gs.xray.",
     ]
     text = page(run, found, "healthy")
     assert "<h2>Underflow</h2><p>In gradients of parameters nothing" in text

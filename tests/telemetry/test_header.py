@@ -36,7 +36,7 @@ def test_a_rule_comes_back_from_a_recording(rule, tmp_path):
 
 def test_dtypes_and_versions_are_written(tmp_path):
     """Arrays and variables are counted by dtype; the versions are those that are installed."""
-    params = {"a": jnp.ones(2, jnp.float16), "b": [gs.Variable(1.0), np.ones(3)], "c": 3}
+    params = {"a": jnp.ones(2, jnp.float16), "b": [gs.optimizers.Variable(1.0), np.ones(3)], "c": 3}
     with JsonLines(tmp_path / "run.jsonl", params=params) as run:
         run.write(0, loss=1.0)
     back = read_run(tmp_path / "run.jsonl")

@@ -25,10 +25,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage.__main__ import main
-from gainstage.diagnostics import StepRecorder, read_step
-from gainstage.optimizers import SGD
-from gainstage.xray import from_file
-from gainstage.xray import step_recorder as writer
+from gainstage._xray import from_file
+from gainstage._xray import step_recorder as writer
+from gainstage.diagnostics import StepRecorder, read_step, telemetry
+from gainstage.optimizers import SGD, Variable
 
 from misuse.test_fuzz import QUICK, damaged, outcome
 
@@ -51,7 +51,7 @@ if __name__ == "__main__":
     for n in range(5):
         batch = {"x": jnp.full((2, 3), 40.0 if n == 3 else 0.5)}
         params, opt_state, loss = step(params, opt_state, batch)
-        if recorder.write(n, gs.telemetry(opt_state), params, batch):
+        if recorder.write(n, gs.diagnostics.telemetry(opt_state), params, batch):
             os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -256,7 +256,7 @@ def test_arrays_of_every_dtype_come_back(write):
 def test_arguments_of_every_plain_kind_come_back(write):
     """Dictionaries, lists, tuples, None, numbers, strings and Variables are as they were."""
     args = ({"b": [1, 2.5, True, None], "a": {"3": (), "2": {}}}, -np.inf, "mode", 1 + 2j, ([],))
-    path = write(*args, gs.Variable(4.0))
+    path = write(*args, Variable(4.0))
     assert read_step(path).args == (*args, jnp.float32(4.0))
     assert json.loads(zipfile.ZipFile(path).read("step.json"))["versions"]["jax"]
 
@@ -385,18 +385,18 @@ def trained_by(kind, write):
     """Takes five steps, of which the fourth overflows, and calls `write` after each."""
     rule = gs.DynamicLossScale(2.0**4, increment_period=2)
     if kind == "LossScaleOptimizer":
-        w = gs.Variable(jnp.ones(3), name="w")
-        opt = gs.LossScaleOptimizer(SGD(0.001), rule=rule, telemetry=True)
+        w = Variable(jnp.ones(3), name="w")
+        opt = gs.optimizers.LossScaleOptimizer(SGD(0.001), rule=rule, telemetry=True)
         opt.build([w])
 
         def train_step(x):
             return opt.minimize(lambda: loss_fn({"w": w.value()}, x), [w])
 
-        compiled = gs.jit(train_step, state=([w], opt.variables), donate=True)
+        compiled = gs.optimizers.jit(train_step, state=([w], opt.variables), donate=True)
 
         def step(x):
             compiled(x)
-            return gs.telemetry(opt), {"w": w}
+            return telemetry(opt), {"w": w}
     else:
         tx = gs.loss_scaled(optax.sgd(0.001), rule, telemetry=True)
         state = [{"w": jnp.ones(3)}]
@@ -408,11 +408,11 @@ def trained_by(kind, write):
             def compiled(params, opt_state, x):
                 loss, grads = gs.value_and_grad(loss_fn, opt_state)(params, x)
                 updates, opt_state = tx.update(grads, opt_state, params)
-                return gs.apply_updates(params, updates, opt_state), opt_state, loss
+                return gs.transforms.apply_updates(params, updates, opt_state), opt_state, loss
 
         def step(x):
             *state[:], _ = compiled(*state, x)
-            return gs.telemetry(state[1]), state[0]
+            return telemetry(state[1]), state[0]
 
     for n in range(5):
         x = jnp.full((2, 3), 30.0 if n == 3 else 0.5)
@@ -453,7 +453,7 @@ def test_a_healthy_run_leaves_nothing_and_keeps_its_memory(tmp_path):
     for n in range(3):
         before = params["w"]
         params, opt_state, _ = step(params, opt_state, x)
-        assert not recorder.write(n, gs.telemetry(opt_state), params, x)
+        assert not recorder.write(n, telemetry(opt_state), params, x)
         assert before.is_deleted()
     assert list(tmp_path.iterdir()) == []
 
@@ -579,7 +579,8 @@ def test_what_is_no_telemetry_is_refused(tmp_path):
     recorder, given = StepRecorder(tmp_path / "bad.npz"), info()
     tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
     with pytest.raises(
-        TypeError, match=r"Expected gainstage.telemetry\(opt_state\).* for info; got \w+\.$"
+        TypeError,
+        match=r"Expected gainstage.diagnostics.telemetry\(opt_state\).* for info; got \w+\.$",
     ):
         recorder.write(0, tx.init(1.0), 1.0)
     jax.jit(lambda x: ~x, donate_argnums=0)(given.finite)

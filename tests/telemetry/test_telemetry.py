@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
-from gainstage.optimizers import SGD, Adam
+from gainstage.optimizers import SGD, Adam, LossScaleOptimizer, Variable
 
 from programs import update_in_shard_map
 
@@ -70,38 +70,47 @@ def check(info, told):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_an_optimizer_tells_what_the_step_was_like(options, rng):
     """Finiteness, the scale of the step, all skips so far, the norm before clipping."""
-    variables = [gs.Variable(np.ones(shape, np.float32)) for shape in SHAPES]
-    opt = gs.LossScaleOptimizer(Adam(0.1, **options), 64.0, 2, telemetry=True)
-    assert [float(x) for x in gs.telemetry(opt)] == [1.0, 64.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    variables = [Variable(np.ones(shape, np.float32)) for shape in SHAPES]
+    opt = LossScaleOptimizer(Adam(0.1, **options), 64.0, 2, telemetry=True)
+    assert [float(x) for x in gs.diagnostics.telemetry(opt)] == [
+        1.0,
+        64.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        1.0,
+        0.0,
+    ]
     told = Told()
     for true, grads in steps_of(rng, lambda: opt.loss_scale):
         told = told.after(true, float(opt.loss_scale))
         opt.apply(grads, variables)
-        check(gs.telemetry(opt), told)
+        check(gs.diagnostics.telemetry(opt), told)
     assert (told.skipped, told.applied) == (3, 9)
 
 
 @pytest.mark.parametrize("rule", [None, gs.AdaptiveLossScale()], ids=["dynamic", "adaptive"])
 def test_the_largest_element_is_nan_where_it_was_not_measured(rule):
     """It is measured in every 17th healthy step, and in every step with a rule that measures it."""
-    w = gs.Variable(np.ones(2, np.float32))
-    opt = gs.LossScaleOptimizer(SGD(0.1), rule=rule, telemetry=True)
+    w = Variable(np.ones(2, np.float32))
+    opt = LossScaleOptimizer(SGD(0.1), rule=rule, telemetry=True)
     found = []
     for step in range(40):
         opt.apply([np.array([step + 1.0, -1.0], np.float32) * float(opt.loss_scale)], [w])
-        found.append(float(gs.telemetry(opt).max_abs))
+        found.append(float(gs.diagnostics.telemetry(opt).max_abs))
     wanted = [step + 1 if rule or step % 17 == 0 else np.nan for step in range(40)]
     np.testing.assert_array_equal(found, wanted)
 
 
 def test_the_largest_element_is_measured_around_a_step_that_a_user_skips():
     """In it and in the step after it, although all gradients are finite."""
-    w = gs.Variable(np.ones(2, np.float32))
-    opt = gs.LossScaleOptimizer(SGD(0.1), 8.0, telemetry=True)
+    w = Variable(np.ones(2, np.float32))
+    opt = LossScaleOptimizer(SGD(0.1), 8.0, telemetry=True)
     found = []
     for step in range(6):
         opt.apply([np.full(2, 8.0 * step + 8.0, np.float32)], [w], apply_if=step != 2)
-        found.append(float(gs.telemetry(opt).max_abs))
+        found.append(float(gs.diagnostics.telemetry(opt).max_abs))
     np.testing.assert_array_equal(found, [1.0, np.nan, 3.0, 4.0, np.nan, np.nan])
 
 
@@ -111,9 +120,9 @@ def test_telling_changes_no_decision_and_no_bit(options, rng):
     """With telemetry and without, weights, slots and scale are the same after every step."""
     made = []
     for telemetry in (False, True):
-        variables = [gs.Variable(np.ones(shape, np.float32)) for shape in SHAPES]
+        variables = [Variable(np.ones(shape, np.float32)) for shape in SHAPES]
         inner = SGD(0.1, momentum=0.9, **options)
-        made.append((variables, gs.LossScaleOptimizer(inner, 64.0, 2, telemetry=telemetry)))
+        made.append((variables, LossScaleOptimizer(inner, 64.0, 2, telemetry=telemetry)))
     opt = made[0][1]
     for step, (_, grads) in enumerate(steps_of(rng, lambda: opt.loss_scale)):
         if step == 5:  # elements are finite, their norm is not
@@ -139,27 +148,27 @@ def test_an_optax_state_tells_the_same(rng):
     update, plainly = jax.jit(tx.update), jax.jit(plain.update)
     told = Told()
     for true, _ in steps_of(rng, lambda: 1.0):
-        told = told.after(true, float(gs.loss_scale(state)))
+        told = told.after(true, float(gs.transforms.loss_scale(state)))
         updates, state = update(true, state, params)
         same, other = plainly(true, other, params)
-        check(gs.telemetry(state), told)
+        check(gs.diagnostics.telemetry(state), told)
         for a, b in zip(updates, same, strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 # Asked for in pytorch#26512 (waiting).
 def test_a_compiled_step_returns_it_and_waits_for_nothing():
-    """Out of `gs.jit` the numbers of all steps can be read in the end, though it donates; nothing
-    is transferred meanwhile."""
-    w = gs.Variable(np.ones(3, np.float32))
-    opt = gs.LossScaleOptimizer(SGD(0.5), 4.0, telemetry=True)
+    """Out of `gs.optimizers.jit` the numbers of all steps can be read in the end, though it
+    donates; nothing is transferred meanwhile."""
+    w = Variable(np.ones(3, np.float32))
+    opt = LossScaleOptimizer(SGD(0.5), 4.0, telemetry=True)
     opt.build([w])
 
     def step(grads):
         opt.apply(grads, [w])
-        return gs.telemetry(opt)
+        return gs.diagnostics.telemetry(opt)
 
-    program = gs.jit(step, ([w], opt.variables), donate=True)
+    program = gs.optimizers.jit(step, ([w], opt.variables), donate=True)
     grads = [[jnp.array([4.0 * n, 0.0, jnp.inf if n == 2 else 0.0])] for n in range(5)]
     program(grads[0])
     with jax.transfer_guard("disallow"):
@@ -177,17 +186,19 @@ def test_on_a_mesh_the_norm_is_part_of_the_one_sum(kind, rng):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     layout = NamedSharding(mesh, PartitionSpec("data"))
     true = rng.normal(size=(16, 3)).astype(np.float32)
-    w = gs.Variable(jax.device_put(np.ones((16, 3), np.float32), layout))
-    opt = gs.LossScaleOptimizer(SGD(0.1), 8.0, telemetry=True)
+    w = Variable(jax.device_put(np.ones((16, 3), np.float32), layout))
+    opt = LossScaleOptimizer(SGD(0.1), 8.0, telemetry=True)
     opt.build([w])
-    program = gs.jit(lambda g: opt.apply([g], [w]), ([w], opt.variables))
+    program = gs.optimizers.jit(lambda g: opt.apply([g], [w]), ([w], opt.variables))
     grads = jax.device_put(true * 8, layout)
     text = program.lower(grads).compile().as_text()
     text = text[text.index("ENTRY") :]
     assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
     program(grads)
-    np.testing.assert_allclose(gs.telemetry(opt).grad_norm, np.linalg.norm(true), rtol=1e-5)
-    np.testing.assert_allclose(gs.telemetry(opt).max_abs, np.abs(true).max())
+    np.testing.assert_allclose(
+        gs.diagnostics.telemetry(opt).grad_norm, np.linalg.norm(true), rtol=1e-5
+    )
+    np.testing.assert_allclose(gs.diagnostics.telemetry(opt).max_abs, np.abs(true).max())
 
 
 SIZES = [(3,), (70, 50), (), (2, 2, 2)]
@@ -202,8 +213,8 @@ def test_a_planted_element_is_reported_as_its_tensor(way, rng):
     names = [f"block/{i}" for i in range(len(SIZES))]
     grads = [jnp.ones(size) for size in SIZES]
     if way == "optimizer":
-        variables = [gs.Variable(g, name=n) for g, n in zip(grads, names, strict=True)]
-        opt = gs.LossScaleOptimizer(SGD(0.1), telemetry=True)
+        variables = [Variable(g, name=n) for g, n in zip(grads, names, strict=True)]
+        opt = LossScaleOptimizer(SGD(0.1), telemetry=True)
 
         def after(grads):
             opt.apply(grads, variables)
@@ -244,8 +255,8 @@ def test_a_part_without_parameters():
 # Asked for in DeepSpeed#2911 (inf or NaN).
 def test_a_report_in_words():
     """The worst comes first; what never failed is not mentioned; None counts as finite."""
-    a, b, c = (gs.Variable(1.0, name=name) for name in "abc")
-    opt = gs.LossScaleOptimizer(SGD(0.1), telemetry=True)
+    a, b, c = (Variable(1.0, name=name) for name in "abc")
+    opt = LossScaleOptimizer(SGD(0.1), telemetry=True)
     opt.build([a, b, c])
     inf, nan = jnp.float32(jnp.inf), jnp.float32(jnp.nan)
     with pytest.warns(UserWarning, match="No gradient"):
@@ -269,8 +280,8 @@ def test_a_report_of_an_nnx_model_has_the_names_of_the_xray():
 
 def test_a_report_says_that_underflow_was_not_measured():
     """Without `underflow_every` the report of applied steps names the option."""
-    w = gs.Variable(1.0, name="w")
-    opt = gs.LossScaleOptimizer(SGD(0.1), telemetry=True)
+    w = Variable(1.0, name="w")
+    opt = LossScaleOptimizer(SGD(0.1), telemetry=True)
     opt.apply([jnp.inf], [w])
     assert "Underflow" not in str(gs.diagnostics.report(opt))
     opt.apply([1.0])
@@ -295,13 +306,13 @@ def test_a_report_of_what_is_spread_over_devices():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     layout = NamedSharding(mesh, PartitionSpec("data"))
     bad = jax.device_put(jnp.ones((16, 3)).at[9, 1].set(jnp.inf), layout)
-    w = gs.Variable(jax.device_put(jnp.ones((16, 3)), layout), name="w")
-    opt = gs.LossScaleOptimizer(SGD(0.1), telemetry=True)
+    w = Variable(jax.device_put(jnp.ones((16, 3)), layout), name="w")
+    opt = LossScaleOptimizer(SGD(0.1), telemetry=True)
     opt.apply([bad], [w])
     assert gs.diagnostics.report(opt).counts.tolist() == [[1, 0, 0, 0]]
-    assert gs.telemetry(opt).grad_norm == jnp.inf
+    assert gs.diagnostics.telemetry(opt).grad_norm == jnp.inf
     opt.apply([bad * 0])
-    assert jnp.isnan(gs.telemetry(opt).grad_norm)
+    assert jnp.isnan(gs.diagnostics.telemetry(opt).grad_norm)
 
     tx, params = gs.loss_scaled(optax.sgd(0.1), telemetry=True), {"w": w.value()}
     state = update_in_shard_map(tx, params, {"w": bad})
@@ -311,11 +322,11 @@ def test_a_report_of_what_is_spread_over_devices():
 def test_without_it_the_error_says_how():
     """Asked of an optimizer or a state without telemetry: an error that names the option."""
     with pytest.raises(ValueError, match="Expected telemetry=True"):
-        gs.telemetry(gs.LossScaleOptimizer(SGD(0.1)))
+        gs.diagnostics.telemetry(LossScaleOptimizer(SGD(0.1)))
     with pytest.raises(ValueError, match="Expected telemetry=True"):
-        gs.telemetry(gs.loss_scaled(optax.sgd(0.1)).init(jnp.ones(1)))
+        gs.diagnostics.telemetry(gs.loss_scaled(optax.sgd(0.1)).init(jnp.ones(1)))
     with pytest.raises(TypeError, match="Expected a LossScaleOptimizer or a state"):
-        gs.telemetry(SGD(0.1))
+        gs.diagnostics.telemetry(SGD(0.1))
     with pytest.raises(TypeError, match="Expected a bool for telemetry"):
         gs.loss_scaled(optax.sgd(0.1), telemetry=1)
 
@@ -332,22 +343,22 @@ def test_a_state_without_the_telemetry_of_its_transformation_is_refused(made, ho
     with pytest.raises(ValueError, match=f"opt_state was made without {option}, which tx has"):
         step(params, old) if how == "train_step" else tx.update(params, old, params)
     state = tx.init(params)._replace(rule_state=old.rule_state, inner=old.inner)  # as it says
-    assert float(gs.telemetry(step(params, state)[1]).loss_scale) == 8.0
+    assert float(gs.diagnostics.telemetry(step(params, state)[1]).loss_scale) == 8.0
 
 
 def test_it_is_part_of_the_configuration_and_of_what_is_saved():
     """A copy from the configuration has telemetry, and takes over what was counted."""
     made = []
     for _ in range(2):
-        opt = gs.LossScaleOptimizer(SGD(0.1), telemetry=True) if not made else (
-            gs.LossScaleOptimizer.from_config(made[0].get_config())
+        opt = LossScaleOptimizer(SGD(0.1), telemetry=True) if not made else (
+            LossScaleOptimizer.from_config(made[0].get_config())
         )  # fmt: skip
-        opt.build([gs.Variable(1.0)])
+        opt.build([Variable(1.0)])
         made.append(opt)
     made[0].apply([jnp.nan])
     made[1].load_state(made[0].state())
-    assert int(gs.telemetry(made[1]).skipped_steps) == 1
-    assert "telemetry" not in gs.LossScaleOptimizer(SGD(0.1)).get_config()
+    assert int(gs.diagnostics.telemetry(made[1]).skipped_steps) == 1
+    assert "telemetry" not in LossScaleOptimizer(SGD(0.1)).get_config()
 
 
 # Each dtype is told of by default with one of the rules.
@@ -377,11 +388,14 @@ def test_gradients_of_any_dtype_are_told_of(rule, dtype, rng):
     with jax.enable_x64(dtype == "float64"):
         kind = jnp.dtype(dtype)
         scaled = [jnp.asarray((rng.normal(size=size) * 8).astype(kind)) for size in (5, 8192)]
-        weights = [gs.Variable(np.ones(g.shape, kind)) for g in scaled]
-        opt = gs.LossScaleOptimizer(SGD(0.0), rule=rule, telemetry=True)
+        weights = [Variable(np.ones(g.shape, kind)) for g in scaled]
+        opt = LossScaleOptimizer(SGD(0.0), rule=rule, telemetry=True)
         scale = float(opt.loss_scale)
         opt.apply(scaled, weights)
-        info, true = gs.telemetry(opt), np.concatenate(scaled).astype(np.float64) / scale
+        info, true = (
+            gs.diagnostics.telemetry(opt),
+            np.concatenate(scaled).astype(np.float64) / scale,
+        )
         assert bool(info.finite)
         np.testing.assert_allclose(info.max_abs, np.abs(true).max(), rtol=1e-6)
         np.testing.assert_allclose(info.grad_norm, np.linalg.norm(true), rtol=1e-5)
@@ -392,11 +406,11 @@ def test_no_dtype_is_promoted_implicitly(rule):
     """With `jax_numpy_dtype_promotion="strict"` a step, its telemetry and a mean are computed."""
     steps = {"gradient_accumulation_steps": 2}
     with jax.numpy_dtype_promotion("strict"):
-        w = gs.Variable(np.ones((2, 3), np.float32))
-        opt = gs.LossScaleOptimizer(SGD(1.0, **steps), rule=rule, telemetry=True, underflow_every=1)
+        w = Variable(np.ones((2, 3), np.float32))
+        opt = LossScaleOptimizer(SGD(1.0, **steps), rule=rule, telemetry=True, underflow_every=1)
         for value in (8.0, np.inf, 8.0, 8.0):
             opt.apply([jnp.full((2, 3), value, jnp.float16)], [w])
-        info = gs.telemetry(opt)
+        info = gs.diagnostics.telemetry(opt)
         gs.diagnostics.report(opt)
     assert int(info.skipped_steps) == 1
     assert int(info.applied_steps) == 3
@@ -405,12 +419,12 @@ def test_no_dtype_is_promoted_implicitly(rule):
 # Asked for in DeepSpeed#1958.
 def test_at_the_floor_a_run_goes_on_and_can_be_asked():
     """40 bad steps end no run: the scale stays at its floor, and it is known how many and where."""
-    w, b = gs.Variable([1.0, 1.0], name="w"), gs.Variable(1.0, name="b")
+    w, b = Variable([1.0, 1.0], name="w"), Variable(1.0, name="b")
     rule = gs.DynamicLossScale(8.0, min_scale=1.0)
-    opt = gs.LossScaleOptimizer(SGD(0.5), rule=rule, telemetry=True)
+    opt = LossScaleOptimizer(SGD(0.5), rule=rule, telemetry=True)
     for _ in range(40):
         opt.apply([[np.inf, 0.0], 0.0], [w, b])
-    info = gs.telemetry(opt)
+    info = gs.diagnostics.telemetry(opt)
     assert (float(opt.loss_scale), int(info.skipped_steps), bool(info.finite)) == (1.0, 40, False)
     assert (
         str(gs.diagnostics.report(opt)).splitlines()[1]
@@ -441,8 +455,8 @@ def test_healthy_steps_pass_under_debug_flags(flag, how, rule):
         params = [jnp.ones((3, 4)), jnp.ones(4, jnp.float16)]
         if how.startswith("ours"):
             inner = Adam(0.1, jit_compile="un" not in how, global_clipnorm=1.0)
-            opt = gs.LossScaleOptimizer(inner, rule=rule(), telemetry=True, underflow_every=2)
-            w = [gs.Variable(p) for p in params]
+            opt = LossScaleOptimizer(inner, rule=rule(), telemetry=True, underflow_every=2)
+            w = [Variable(p) for p in params]
             for _ in range(3):
                 opt.minimize(lambda: loss(*(v.value() for v in w)), w)
             state, params = opt, None
@@ -457,8 +471,8 @@ def test_healthy_steps_pass_under_debug_flags(flag, how, rule):
                 value, grads = gs.value_and_grad(lambda p: loss(*p), state)(params)
                 more = {} if how == "no loss" else {"value": value}
                 updates, state = tx.update(grads, state, params, **more)
-                params = gs.apply_updates(params, updates, state)
-        info, report = gs.telemetry(state), gs.diagnostics.report(state, params)
+                params = gs.transforms.apply_updates(params, updates, state)
+        info, report = gs.diagnostics.telemetry(state), gs.diagnostics.report(state, params)
     assert (int(info.applied_steps), report.skipped) == (3, 0)
     if flag == "debug_nans":
         assert float(info.max_abs) > 0
@@ -471,4 +485,4 @@ def test_a_step_without_a_finite_gradient_has_no_largest_one():
     state = tx.init(params)
     for grads, expected in (([jnp.nan] * 3, np.nan), ([jnp.nan, 2.0, jnp.inf], 2.0)):
         _, state = tx.update(jnp.array(grads), state, params)
-        np.testing.assert_equal(float(gs.telemetry(state).max_abs), expected)
+        np.testing.assert_equal(float(gs.diagnostics.telemetry(state).max_abs), expected)

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage.diagnostics import Run
-from gainstage.optimizers import SGD
+from gainstage.optimizers import SGD, LossScaleOptimizer, Variable
 from gainstage.runs.summary import summary
 
 from programs import update_in_shard_map
@@ -56,8 +56,8 @@ def check(underflow, true):
 def test_shares_are_those_of_a_cast(way):
     """Of arrays of all shapes and sizes, the shares are those of numpy's float16."""
     rule, zeros = gs.DynamicLossScale(SCALE), [np.zeros(s, np.float32) for s in SHAPES]
-    variables = [gs.Variable(zero) for zero in zeros]
-    opt = gs.LossScaleOptimizer(SGD(0.1), rule=rule, telemetry=True, underflow_every=1)
+    variables = [Variable(zero) for zero in zeros]
+    opt = LossScaleOptimizer(SGD(0.1), rule=rule, telemetry=True, underflow_every=1)
     tx = gs.loss_scaled(optax.sgd(0.1), rule, telemetry=True, underflow_every=1)
     state, update = tx.init(zeros), jax.jit(tx.update)
     for seed in range(5):
@@ -76,8 +76,8 @@ def test_shares_are_those_of_a_cast(way):
 
 def test_zeros_of_a_half_precision_backward_pass_are_seen():
     """What float16 has flushed on the way is zero when it arrives, beside subnormal elements."""
-    w = gs.Variable(np.float32(2.0) ** -np.arange(40))
-    opt = gs.LossScaleOptimizer(SGD(0.0), SCALE, telemetry=True, underflow_every=1)
+    w = Variable(np.float32(2.0) ** -np.arange(40))
+    opt = LossScaleOptimizer(SGD(0.0), SCALE, telemetry=True, underflow_every=1)
     opt.minimize(lambda: (w.value().astype("float16").astype("float32") ** 2).sum() / 2, [w])
     found = gs.diagnostics.report(opt).underflow
     assert found.flushed == [0]
@@ -88,8 +88,8 @@ def test_zeros_of_a_half_precision_backward_pass_are_seen():
 
 def test_it_is_counted_every_so_many_steps_and_never_on_a_skip():
     """Every third step is counted; if it is skipped, the next that is not."""
-    w = gs.Variable([0.0])
-    opt = gs.LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=3)
+    w = Variable([0.0])
+    opt = LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=3)
     opt.build([w])
     assert gs.diagnostics.report(opt).underflow is None
     seen = []
@@ -110,8 +110,8 @@ def test_parts_on_many_devices_are_counted_once(kind):
     specs = [PartitionSpec("data", "model"), PartitionSpec("model"), PartitionSpec()]
     layouts = [NamedSharding(mesh, spec) for spec in specs]
     grads = [jax.device_put(np.float32(t * SCALE), s) for t, s in zip(true, layouts, strict=True)]
-    variables = [gs.Variable(jax.device_put(0 * t, s)) for t, s in zip(true, layouts, strict=True)]
-    opt = gs.LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=1)
+    variables = [Variable(jax.device_put(0 * t, s)) for t, s in zip(true, layouts, strict=True)]
+    opt = LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=1)
     opt.apply(grads, variables)
     check(gs.diagnostics.report(opt).underflow, true)
 
@@ -130,10 +130,10 @@ def test_inside_of_shard_map_parts_are_summed():
 @pytest.mark.as_users
 def test_it_calls_nothing_on_the_host_and_takes_little_memory():
     """The compiled step has no callback, and stores no copy of a gradient."""
-    w = gs.Variable(np.zeros((1024, 1024), np.float32))
-    opt = gs.LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=100)
+    w = Variable(np.zeros((1024, 1024), np.float32))
+    opt = LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=100)
     opt.build([w])
-    program = gs.jit(lambda g: opt.apply([g]), ([w], opt.variables), donate=True)
+    program = gs.optimizers.jit(lambda g: opt.apply([g]), ([w], opt.variables), donate=True)
     compiled = program.lower(jnp.ones((1024, 1024))).compile()
     text = compiled.as_text()
     assert "callback" not in text
@@ -143,8 +143,8 @@ def test_it_calls_nothing_on_the_host_and_takes_little_memory():
 
 def test_tensors_by_name_for_json():
     """`tensors` has every number of each tensor; equal names are told apart."""
-    variables = [gs.Variable([0.0], name="w"), gs.Variable([0.0], name="w")]
-    opt = gs.LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=1)
+    variables = [Variable([0.0], name="w"), Variable([0.0], name="w")]
+    opt = LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=1)
     opt.apply([[1.0], [0.0]], variables)
     opt.apply([[np.inf], [0.0]], variables)
     assert gs.diagnostics.report(opt).tensors() == {
@@ -161,16 +161,16 @@ def test_tensors_by_name_for_json():
 def test_gradients_beyond_float16_say_how_far():
     """A float32 gradient that float16 would not hold has a headroom below 0, and the suggestion is
     a scale at which it does."""
-    opt = gs.LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=1)
-    opt.apply([[2.0**20, 1.0]], [gs.Variable([0.0, 0.0])])
+    opt = LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=1)
+    opt.apply([[2.0**20, 1.0]], [Variable([0.0, 0.0])])
     found = gs.diagnostics.report(opt).underflow
     assert (found.headroom, found.suggested_scale) == ([-5], SCALE * 2.0**-6)
 
 
 def counted(*gradients, scale=SCALE):
     """The report after one step of an optimizer with these true gradients."""
-    variables = [gs.Variable(np.zeros(np.shape(g), np.float32), name="w") for g in gradients]
-    opt = gs.LossScaleOptimizer(SGD(0.1), scale, telemetry=True, underflow_every=1)
+    variables = [Variable(np.zeros(np.shape(g), np.float32), name="w") for g in gradients]
+    opt = LossScaleOptimizer(SGD(0.1), scale, telemetry=True, underflow_every=1)
     opt.apply([np.float32(g) * np.float32(scale) for g in gradients], variables)
     return gs.diagnostics.report(opt)
 
@@ -178,8 +178,8 @@ def counted(*gradients, scale=SCALE):
 @pytest.fixture(scope="module")
 def after_step():
     """What is counted in a step with 5000 true gradients."""
-    opt = gs.LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=1)
-    opt.build([gs.Variable(np.zeros(5000, np.float32))])
+    opt = LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=1)
+    opt.build([Variable(np.zeros(5000, np.float32))])
 
     def counted(true):
         opt.apply([true * np.float32(SCALE)])
@@ -214,7 +214,7 @@ def test_the_report_says_whether_what_is_lost_matters():
     assert healthy[3] == (
         "Without scaling float16 would be at most 0.02% off in gradients of parameters."
     )
-    assert healthy[4] == f"{inside} not measured: see gs.diagnostics.xray."
+    assert healthy[4] == f"{inside} not measured: see gs.xray."
     harmless = str(counted([1.0, 2.0**-40])).splitlines()
     assert harmless[2] == f"{good} underflow does not matter: float16 is at most 0.02% off."
     small = str(counted([2.0**-22, 2.0**-23], [2.0**-12])).splitlines()
@@ -226,7 +226,7 @@ def test_the_report_says_whether_what_is_lost_matters():
     lost = str(counted([2.0**-33], [2.0**-22])).splitlines()
     assert lost[2] == (
         "Underflow: float16 is 10% off in w, and by more than 1% in 1 of 2 tensors. "
-        "gs.precision.advise(loss_fn, params, batches) says what each precision costs."
+        "gs.advise(loss_fn, params, batches) says what each precision costs."
     )
     large = str(counted([2.0**20])).splitlines()
     assert large[2:] == [
@@ -279,9 +279,9 @@ def test_five_tensors_are_printed():
 
 def test_a_scale_that_overflowed_is_not_suggested():
     """The suggested scale is below those that overflowed, until a step is finite at one."""
-    opt = gs.LossScaleOptimizer(SGD(0.1), 2.0**12, 4, telemetry=True, underflow_every=1)
+    opt = LossScaleOptimizer(SGD(0.1), 2.0**12, 4, telemetry=True, underflow_every=1)
     suggested = []
-    opt.build([gs.Variable([0.0])])
+    opt.build([Variable([0.0])])
     for finite in (True, False, False, True, True, True, True, True):
         gradient = 2.0**-8 * float(opt.loss_scale) if finite else np.inf
         opt.apply([np.array([gradient], np.float32)])
@@ -291,11 +291,9 @@ def test_a_scale_that_overflowed_is_not_suggested():
 
 def test_bad_data_is_no_reason_for_a_scale_below_one():
     """Where steps were skipped at a scale of 1 too, the report suggests none."""
-    opt = gs.LossScaleOptimizer(SGD(0.1), 1.0, telemetry=True, underflow_every=1)
+    opt = LossScaleOptimizer(SGD(0.1), 1.0, telemetry=True, underflow_every=1)
     for gradient in (2.0**-18, np.nan):
-        opt.apply(
-            [np.array([gradient], np.float32)], [gs.Variable([0.0])] if gradient > 0 else None
-        )
+        opt.apply([np.array([gradient], np.float32)], [Variable([0.0])] if gradient > 0 else None)
     assert "(no scale suggested, as steps were skipped at 2^0 too)" in str(
         gs.diagnostics.report(opt)
     )
@@ -315,18 +313,18 @@ def test_a_bare_array_has_a_name():
 def test_it_needs_telemetry():
     """Counting that nobody could ask for is an error, and so is a period that is none."""
     with pytest.raises(ValueError, match="Expected telemetry=True for underflow_every=5"):
-        gs.LossScaleOptimizer(SGD(0.1), underflow_every=5)
+        LossScaleOptimizer(SGD(0.1), underflow_every=5)
     with pytest.raises(ValueError, match="underflow_every"):
         gs.loss_scaled(optax.sgd(0.1), telemetry=True, underflow_every=0)
-    config = gs.LossScaleOptimizer(SGD(0.1), telemetry=True, underflow_every=5).get_config()
-    assert gs.LossScaleOptimizer.from_config(config).underflow_every == 5
+    config = LossScaleOptimizer(SGD(0.1), telemetry=True, underflow_every=5).get_config()
+    assert LossScaleOptimizer.from_config(config).underflow_every == 5
 
 
 def test_exponents_of_missing_gradients_in_x64():
     """`underflow_every` counts nothing for a variable without gradient, in x64 too."""
     with jax.enable_x64(True):
-        w, b = gs.Variable(1.0, dtype=jnp.float32), gs.Variable(2.0, dtype=jnp.float64)
-        opt = gs.LossScaleOptimizer(SGD(0.5), telemetry=True, underflow_every=1)
+        w, b = Variable(1.0, dtype=jnp.float32), Variable(2.0, dtype=jnp.float64)
+        opt = LossScaleOptimizer(SGD(0.5), telemetry=True, underflow_every=1)
         with pytest.warns(UserWarning, match="No gradient for"):
             opt.apply([jnp.float32(2.0**15), None], [w, b])
         assert (float(w), float(b)) == (0.5, 2.0)
@@ -340,7 +338,7 @@ def test_no_parameters_have_no_underflow(compiled):
     update = jax.jit(tx.update) if compiled else tx.update
     for _ in range(2):
         _, state = update({}, state, {})
-    assert gs.telemetry(state).applied_steps == 2
+    assert gs.diagnostics.telemetry(state).applied_steps == 2
     assert gs.diagnostics.report(state, {}).underflow.zero.shape == (0,)
     assert "0 of 2 steps were skipped" in str(gs.diagnostics.report(state, {}))
 
@@ -348,8 +346,8 @@ def test_no_parameters_have_no_underflow(compiled):
 @pytest.mark.parametrize("lost", [("a", "b"), ("b",)])
 def test_gradients_that_are_all_zero_are_no_good_news(lost):
     """Where nothing of a gradient is left, the report names the tensor, and says where to look."""
-    variables = [gs.Variable(np.ones(4, np.float32), name=name) for name in ("a", "b")]
-    opt = gs.LossScaleOptimizer(SGD(0.1), telemetry=True, underflow_every=1)
+    variables = [Variable(np.ones(4, np.float32), name=name) for name in ("a", "b")]
+    opt = LossScaleOptimizer(SGD(0.1), telemetry=True, underflow_every=1)
     opt.apply([np.float32(v.name not in lost) * np.ones(4) for v in variables], variables)
     text = str(gs.diagnostics.report(opt))
     which = "every parameter" if len(lost) == 2 else "b"

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import gainstage as gs
-from gainstage.diagnostics import xray
+from gainstage import xray
 
 HALF = jnp.float16
 PARAMS = {name: {"kernel": jnp.eye(4) + 0.25} for name in ("first", "second", "third")}
@@ -494,7 +494,7 @@ def test_layers_that_differ_too_much_get_scales_of_their_own():
     x = look(network(up, first=up))
     assert x.window().is_empty
     assert "no scale fits all layers" in str(x)
-    assert "gs.precision.advise(loss_fn, params, batches) says" in str(x)
+    assert "gs.advise(loss_fn, params, batches) says" in str(x)
     (local,) = [remedy for remedy in x.remedies if remedy.kind == "local"]
     assert "locally_scaled(first, " in local.change
     assert local.is_finite
@@ -618,10 +618,10 @@ def test_at_a_scale_of_1_it_says_whether_scaling_is_needed():
 
     w = jnp.full((8, 2), 0.1)
     for count, words in ((1.0, "2^0 fits: float16 needs no"), (2.0**30, "2^0 does not fit")):
-        x = gs.diagnostics.xray(lambda w, n=count: loss_fn(w, n, "float16"), w, prescribe=False)
+        x = gs.xray(lambda w, n=count: loss_fn(w, n, "float16"), w, prescribe=False)
         assert words in str(x)
-        assert ("gs.precision.advise(loss_fn, params, batches) says" in str(x)) == (count > 1)
-    x = gs.diagnostics.xray(lambda w: loss_fn(w, 1.0, "float32"), w)
+        assert ("gs.advise(loss_fn, params, batches) says" in str(x)) == (count > 1)
+    x = gs.xray(lambda w: loss_fn(w, 1.0, "float32"), w)
     assert "nothing of this step is in half precision" in str(x)
 
 

@@ -143,7 +143,7 @@ def transformation(name: str, value: object) -> None:
     if hasattr(value, "init") and hasattr(value, "update"):
         return
     advice = (
-        " Use gainstage.LossScaleOptimizer(optimizer), or an optimizer of optax."
+        " Use gainstage.optimizers.LossScaleOptimizer(optimizer), or an optimizer of optax."
         if hasattr(value, "stateless_apply")
         else ""
     )

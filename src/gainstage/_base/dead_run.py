@@ -15,7 +15,7 @@ DEAD = 50  # skipped steps in a row with which a run counts as dead
 
 _LOW = (
     "Skipped steps have lowered the loss scale to its lowest, {lowest}. "
-    "gainstage.diagnostics.xray(loss_fn, params, *batch, opt_state=opt_state) of such a step names "
+    "gainstage.xray(loss_fn, params, *batch, opt_state=opt_state) of such a step names "
     "the operation, and "
     "gainstage.diagnostics.Alarms says why steps are skipped."
 )
@@ -112,6 +112,6 @@ def _message(skipped: int, loss: Any, scale: float) -> str:
     }[finite]
     return (
         f"The last {skipped} steps in a row were skipped, so no weight has changed; the loss scale "
-        f"is {as_power(scale)}.{why} gainstage.diagnostics.xray(loss_fn, params, *batch, "
+        f"is {as_power(scale)}.{why} gainstage.xray(loss_fn, params, *batch, "
         f"scale={as_power(scale).replace('2^', '2.0**')}) names the operation."
     )

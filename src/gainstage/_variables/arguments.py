@@ -29,7 +29,8 @@ def variables_in(state: State, argument: str = "state") -> list[Variable]:
     for variable in variables:
         if not isinstance(variable, Variable):
             raise InvalidArgumentError(
-                f"Expected gainstage.Variable objects in {argument}; got {brief(repr(variable))}."
+                f"Expected gainstage.optimizers.Variable objects in {argument}; got "
+                f"{brief(repr(variable))}."
             )
     if len(set(variables)) < len(variables):
         twice = next(v for v in variables if variables.count(v) > 1)

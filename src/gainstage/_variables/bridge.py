@@ -124,8 +124,8 @@ def functionalize(
 
     Examples:
         >>> import gainstage as gs
-        >>> count = gs.Variable(0)
-        >>> pure = gs.functionalize(lambda step: count.assign_add(step), [count])
+        >>> count = gs.optimizers.Variable(0)
+        >>> pure = gs.optimizers.functionalize(lambda step: count.assign_add(step), [count])
         >>> result, (new_count,) = pure([10], 5)
         >>> print(new_count, int(count))
         15 0
@@ -196,8 +196,8 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
 
     Examples:
         >>> import gainstage as gs
-        >>> total = gs.Variable(0.0)
-        >>> add = gs.jit(lambda x: total.assign_add(x), [total], donate=True)
+        >>> total = gs.optimizers.Variable(0.0)
+        >>> add = gs.optimizers.jit(lambda x: total.assign_add(x), [total], donate=True)
         >>> add(2.0); add(3.0)
         >>> float(total)
         5.0
@@ -269,7 +269,8 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
 
     def __repr__(self) -> str:
         name = getattr(self, "__name__", "a callable")
-        return f"<gainstage.jit of {name}: {len(self._state)} variables, donate={self._donate}>"
+        count = len(self._state)
+        return f"<gainstage.optimizers.jit of {name}: {count} variables, donate={self._donate}>"
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Returns the lowered program for these arguments, as `jax.jit(f).lower`."""

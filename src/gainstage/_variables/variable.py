@@ -23,8 +23,8 @@ class Variable(Operators):
     unless `build` of an optimizer with a mesh places it there.
 
     A function that reads and assigns variables becomes pure when values are *bound* to them
-    (`gainstage.functionalize`). Only then may a variable hold traced values. During an optimizer's
-    step, a half-precision variable is bound to its float32 value.
+    (`gainstage.optimizers.functionalize`). Only then may a variable hold traced values. During an
+    optimizer's step, a half-precision variable is bound to its float32 value.
 
     Operators, indexing, the methods of an array such as `sum` and `astype`, `float()`, `int()` and
     `np.asarray()` work on the variable. Pass `variable.value()` to functions of `jax.numpy`. `==`
@@ -47,7 +47,7 @@ class Variable(Operators):
 
     Examples:
         >>> import gainstage as gs
-        >>> var = gs.Variable([1.0, 2.0], name="w")
+        >>> var = gs.optimizers.Variable([1.0, 2.0], name="w")
         >>> var.assign_add([0.5, 0.5])
         >>> print(var * 2)
         [3. 5.]
@@ -115,7 +115,7 @@ class Variable(Operators):
                 raise ValueError(
                     f"Expected every variable used inside a traced function to be in its state; "
                     f"got {self.name!r}, whose value would be frozen into the program. Add it to "
-                    f"the `state` of `gainstage.jit` (of an optimizer: all of "
+                    f"the `state` of `gainstage.optimizers.jit` (of an optimizer: all of "
                     f"`optimizer.variables`; inside one: make it with `add_variable`), or read "
                     f"`value()` outside and pass it in."
                 )
@@ -230,7 +230,7 @@ class Variable(Operators):
                 f"Expected variable {self.name!r} to be in the state of the function being traced; "
                 f"got a traced value, which would leak out of it. Create variables (and call "
                 f"`optimizer.build`) outside of the traced function, name those that it assigns in "
-                f"the `state` of `gainstage.jit` or `gainstage.functionalize`, and assign after a "
+                f"the `state` of `gainstage.optimizers.jit` or `functionalize`, and assign after a "
                 f"loss or loop, not inside it."
             )
 

@@ -273,7 +273,7 @@ class SGD(_MeshOptimizer, optimizers.SGD):
     Examples:
         >>> import gainstage as gs
         >>> from gainstage.compat import dtensor
-        >>> var = gs.Variable(1.0)
+        >>> var = gs.optimizers.Variable(1.0)
         >>> opt = dtensor.SGD(learning_rate=0.1)
         >>> opt.minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(var.value())

@@ -58,7 +58,7 @@ class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
     Examples:
         >>> import gainstage as gs
         >>> from gainstage.compat import tf2
-        >>> var = gs.Variable(1.0)
+        >>> var = gs.optimizers.Variable(1.0)
         >>> opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.25))
         >>> loss = lambda: var**2
         >>> print(opt.get_scaled_loss(loss)())

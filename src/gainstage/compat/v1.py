@@ -152,9 +152,10 @@ def _updated(scale: LossScale, grads: list[Any]) -> Any:
         vars(scale).update(before)
         name = f"self.{changed[0]}"
         raise ValueError(
-            f"Expected the state of {type(scale).__name__} in a gainstage.Variable; got an update "
-            f"that sets {name} inside a compiled step, which would happen once. Write {name} = "
-            f"gainstage.Variable(...), {name}.assign(...) in update, and opt.variables() in state."
+            f"Expected the state of {type(scale).__name__} in a gainstage.optimizers.Variable; got "
+            f"an update that sets {name} inside a compiled step, which would happen once. Write "
+            f"{name} = gainstage.optimizers.Variable(...), {name}.assign(...) in update, and "
+            f"opt.variables() in state."
         )
     return result
 

@@ -85,7 +85,7 @@ class Optimizer:
 
     def build(self, var_list: Sequence[Variable]) -> None:
         """Creates all state for these variables, as the first step would. A step inside of
-        `gainstage.jit` needs it, and so does `set_weights`."""
+        `gainstage.optimizers.jit` needs it, and so does `set_weights`."""
         self._read_numbers()
         self._optimizer.build(variables_in(var_list, "var_list"))
 
@@ -98,7 +98,7 @@ class Optimizer:
         Examples:
             >>> import gainstage as gs
             >>> from gainstage.compat import v1
-            >>> w, opt = gs.Variable(1.0), v1.MomentumOptimizer(0.25, 0.5)
+            >>> w, opt = gs.optimizers.Variable(1.0), v1.MomentumOptimizer(0.25, 0.5)
             >>> opt.minimize(lambda: w**2, var_list=[w])
             >>> restored = v1.MomentumOptimizer(0.25, 0.5)
             >>> restored.build([w])
@@ -115,7 +115,9 @@ class Optimizer:
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """Returns the slot of a variable, or None."""
         if not isinstance(var, Variable):
-            raise TypeError(f"Expected a gainstage.Variable for var; got {brief(repr(var))}.")
+            raise TypeError(
+                f"Expected a gainstage.optimizers.Variable for var; got {brief(repr(var))}."
+            )
         return self._slots().get((var, name))
 
     def _slots(self) -> dict[tuple[Variable, str], Variable]:
@@ -169,7 +171,7 @@ class Optimizer:
         global_step: Variable | None = None,
         name: str | None = None,
     ) -> None:
-        """Takes a step. `global_step`, a `gainstage.Variable`, counts it unless it is skipped.
+        """Takes a step. `global_step`, a `Variable`, counts it unless it is skipped.
 
         Raises:
             RuntimeError: inside `jax.shard_map`, a gradient differs between devices.
@@ -187,7 +189,9 @@ class Optimizer:
                     f"use the form for a mesh: gainstage.compat.dtensor."
                 )
         if global_step is not None and not isinstance(global_step, Variable):
-            raise TypeError(f"Expected a gainstage.Variable for global_step; got {global_step!r}.")
+            raise TypeError(
+                f"Expected a gainstage.optimizers.Variable for global_step; got {global_step!r}."
+            )
         self._read_numbers()
         count = self._optimizer._store.steps
         before = count.value()
@@ -253,7 +257,7 @@ class MomentumOptimizer(Optimizer):
     Examples:
         >>> import gainstage as gs
         >>> from gainstage.compat import v1
-        >>> var, step = gs.Variable(1.0), gs.Variable(0)
+        >>> var, step = gs.optimizers.Variable(1.0), gs.optimizers.Variable(0)
         >>> opt = v1.MixedPrecisionLossScaleOptimizer(v1.MomentumOptimizer(0.5, 0.9), "dynamic")
         >>> opt.minimize(lambda: var**2, step, [var])
         >>> print(var.value(), step.value(), opt.get_slot_names())

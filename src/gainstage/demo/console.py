@@ -86,7 +86,7 @@ def show(found: Comparison, picture: str, advice: Advice) -> None:
     console.print(table(found))
     for sentence in conclusions(found):
         console.print(f"\n{sentence}", width=WIDTH)
-    said = f"Before the training gs.precision.advise says: {advice.scaling} Use {advice.reason}"
+    said = f"Before the training gs.advise says: {advice.scaling} Use {advice.reason}"
     console.print(f"\n{said}", width=WIDTH)
     console.print("\nFor your model: gainstage advise MODULE:FUNCTION")
     console.print(f"Picture: {picture}", soft_wrap=True)

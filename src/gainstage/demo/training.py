@@ -27,9 +27,9 @@ from gainstage.demo.photographs import (
 )
 from gainstage.precision.autocast import autocast
 from gainstage.rules import DynamicLossScale, FixedLossScale
-from gainstage.transforms.apply_updates import step_was_applied
 from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.train_step import train_step
+from gainstage.transforms.updates import step_was_applied
 from gainstage.transforms.value_and_grad import loss_scale
 
 # By default XLA may keep float16 results in float32 between operations, and so hide the very

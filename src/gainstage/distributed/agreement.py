@@ -41,7 +41,7 @@ def assert_consistent(optimizer: Optimizer) -> None:
         >>> import gainstage as gs
         >>> from gainstage import distributed
         >>> opt = gs.optimizers.SGD(0.1)
-        >>> opt.build([gs.Variable(1.0)])
+        >>> opt.build([gs.optimizers.Variable(1.0)])
         >>> distributed.assert_consistent(opt)
     """
     facts = [json.loads(report) for report in _gather(json.dumps(facts_of(optimizer)))]

@@ -33,7 +33,7 @@ def advise(
 ) -> Advice:
     """Measures what each precision costs the training of a Keras model, on some batches.
 
-    It is `gainstage.precision.advise` of the loss with which the model was compiled, with its
+    It is `gainstage.advise` of the loss with which the model was compiled, with its
     regularisation. All batches are computed with `training=True` from the present state of the
     model: dropout has one mask for all. The model stays as it is.
 
@@ -41,7 +41,7 @@ def advise(
         model: a float32 model that is built and compiled, also one under `autocast`.
         batches: a list of `(x, y)` or `(x, y, sample_weight)`, which is used whole. Or anything
             that yields those, such as a `keras.utils.PyDataset`, of which the first four are.
-        card, progress: as for `gainstage.precision.advise`.
+        card, progress: as for `gainstage.advise`.
 
     Returns:
         An `Advice`; `print` it. Its lines of code are those for `fit`.
@@ -49,7 +49,7 @@ def advise(
     Raises:
         TypeError: `model` is not a Keras model, or `batches` are not batches.
         ValueError: `model` is not built and compiled, has a `train_step` of its own or a policy
-            such as `mixed_float16`, or as from `gainstage.precision.advise`.
+            such as `mixed_float16`, or as from `gainstage.advise`.
 
     Examples:
         >>> import keras, numpy as np
@@ -73,7 +73,7 @@ def advise(
             raise ValueError(
                 f"Expected a model that is trained by Keras's `{name}`; got {model.name!r}, whose "
                 f"class {plain.__name__} has its own. Pass its loss, as a function of the weights, "
-                f"to gainstage.precision.advise."
+                f"to gainstage.advise."
             )
     calls = [(others, metrics, *_arrays(batch)) for batch in first(batches)]
     with seen_as(model, _MeasuredModel):

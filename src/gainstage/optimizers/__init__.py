@@ -1,8 +1,11 @@
 """The Keras face, as `keras.optimizers`: each update rule in a file, with the formulas of Keras.
 
-Their wrapper is here too; rooms above may import all of it.
+Their wrapper `LossScaleOptimizer` is here too, with the variables that they train, and `jit` and
+`functionalize` for code that assigns to variables. Rooms above may import all of it.
 """
 
+from gainstage._variables.bridge import functionalize, jit
+from gainstage._variables.variable import Variable
 from gainstage.optimizers import schedules
 from gainstage.optimizers.adadelta import Adadelta
 from gainstage.optimizers.adagrad import Adagrad
@@ -23,9 +26,12 @@ __all__ = [
     "LossScaleOptimizer",
     "Optimizer",
     "RMSprop",
+    "Variable",
     "deserialize",
     "from_optax",
+    "functionalize",
     "get",
+    "jit",
     "schedules",
     "serialize",
 ]

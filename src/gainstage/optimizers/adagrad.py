@@ -33,7 +33,7 @@ class Adagrad(Optimizer):
 
     Examples:
         >>> import gainstage as gs
-        >>> var = gs.Variable(10.0)
+        >>> var = gs.optimizers.Variable(10.0)
         >>> opt = gs.optimizers.Adagrad(learning_rate=0.1)
         >>> loss = opt.minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(round(float(var), 4))

@@ -35,7 +35,7 @@ class Adam(Optimizer):
 
     Examples:
         >>> import gainstage as gs
-        >>> var = gs.Variable(1.0)
+        >>> var = gs.optimizers.Variable(1.0)
         >>> loss = gs.optimizers.Adam(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(round(float(var), 4))
         0.9
@@ -107,7 +107,7 @@ class AdamW(Adam):
 
     Examples:
         >>> import gainstage as gs
-        >>> var = gs.Variable(10.0)
+        >>> var = gs.optimizers.Variable(10.0)
         >>> loss = gs.optimizers.AdamW(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(round(float(var), 4))
         9.896

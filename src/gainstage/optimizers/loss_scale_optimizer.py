@@ -53,9 +53,9 @@ class LossScaleOptimizer(Optimizer):
         name: the prefix of the names of the wrapper's own variables.
         dynamic: whether the scale adapts. False needs an `initial_scale`, which then is fixed.
         rule: a `LossScale` instead of `initial_scale`, `dynamic_growth_steps` and `dynamic`.
-        telemetry: whether the state records each step for `gainstage.telemetry`, and the tensors
-            that overflowed for `gainstage.diagnostics.report`. Adds eight scalars to the state, and
-            four integers per variable.
+        telemetry: whether the state records each step for `gainstage.diagnostics.telemetry`, and
+            the tensors that overflowed for `gainstage.diagnostics.report`. Adds eight scalars to
+            the state, and four integers per variable.
         underflow_every: the number of steps between histograms of each gradient's magnitudes, from
             which `gainstage.diagnostics.report` computes what float16 loses. Adds 82 numbers per
             variable to the state; None for no histograms.
@@ -70,8 +70,8 @@ class LossScaleOptimizer(Optimizer):
 
     Examples:
         >>> import gainstage as gs
-        >>> var = gs.Variable(1.0)
-        >>> opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.5), initial_scale=2.0**15)
+        >>> var = gs.optimizers.Variable(1.0)
+        >>> opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.5), initial_scale=2.0**15)
         >>> loss = opt.minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(var.value(), opt.loss_scale)
         0.5 32768.0
@@ -238,8 +238,8 @@ class LossScaleOptimizer(Optimizer):
             retries: how often a step with a non-finite gradient is taken again, an integer >= 0.
                 Each retry calls the same loss at the scale that the rule has lowered. There is none
                 if the loss is not finite, or the rule keeps its scale; if none is applied, the
-                scale is that after one skipped step. Inside `gainstage.jit` it is a loop of the
-                program; otherwise the host reads after each step whether to retry.
+                scale is that after one skipped step. Inside `gainstage.optimizers.jit` it is a loop
+                of the program; otherwise the host reads after each step whether to retry.
 
         Returns:
             The unscaled loss before the step, in float32 or wider; (loss, aux) with `has_aux`.
@@ -250,8 +250,9 @@ class LossScaleOptimizer(Optimizer):
 
         Examples:
             >>> import gainstage as gs
-            >>> w = gs.Variable(1.0)
-            >>> opt = gs.LossScaleOptimizer(gs.optimizers.SGD(1 / 16), initial_scale=2.0**126)
+            >>> w = gs.optimizers.Variable(1.0)
+            >>> sgd = gs.optimizers.SGD(1 / 16)
+            >>> opt = gs.optimizers.LossScaleOptimizer(sgd, initial_scale=2.0**126)
             >>> loss = opt.minimize(lambda: 4 * w**2, [w], retries=8)  # two overflow
             >>> print(w.value(), opt.loss_scale == 2.0**124)
             0.5 True

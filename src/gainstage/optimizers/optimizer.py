@@ -89,7 +89,7 @@ class Optimizer(Configurable, Arguments, Saved):
         >>> class SignSGD(gs.optimizers.Optimizer):
         ...     def update_step(self, gradient, variable, learning_rate):
         ...         self.assign_sub(variable, learning_rate * jnp.sign(gradient))
-        >>> var = gs.Variable(1.0)
+        >>> var = gs.optimizers.Variable(1.0)
         >>> loss = SignSGD(0.25).minimize(lambda: var ** 2, [var])
         >>> float(var)
         0.75
@@ -451,11 +451,11 @@ class Optimizer(Configurable, Arguments, Saved):
 
         Examples:
             >>> import gainstage as gs
-            >>> w, mean = gs.Variable(2.0), gs.Variable(0.0)
+            >>> w, mean = gs.optimizers.Variable(2.0), gs.optimizers.Variable(0.0)
             >>> def loss(x):
             ...     mean.assign(0.5 * mean + 0.5 * x)
             ...     return w * x, {"x": x}
-            >>> opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25))
+            >>> opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.25))
             >>> value, aux = opt.minimize(lambda: loss(4.0), [w], has_aux=True)
             >>> print(value, aux, mean.value(), w.value())
             8.0 {'x': 4.0} 2.0 1.0
@@ -486,8 +486,8 @@ class Optimizer(Configurable, Arguments, Saved):
         """Returns the (gradient, variable) pairs of a loss, in order, scaled as `apply` expects.
 
         The gradient is None for a variable on which the loss does not depend. `loss` runs
-        uncompiled; for speed, call this inside `gainstage.jit`. Pass `variable.value()` as an
-        argument to a `jax.jit` or `lax.scan` inside the loss, because JAX caches its trace.
+        uncompiled; for speed, call this inside `gainstage.optimizers.jit`. Pass `variable.value()`
+        as an argument to a `jax.jit` or `lax.scan` inside the loss, because JAX caches its trace.
 
         Args:
             loss: a function of no argument that reads the variables and returns a scalar.
@@ -611,10 +611,10 @@ class Optimizer(Configurable, Arguments, Saved):
 
         Examples:
             >>> import jax, gainstage as gs
-            >>> w = gs.Variable(1.0)
-            >>> opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25))
+            >>> w = gs.optimizers.Variable(1.0)
+            >>> opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.25))
             >>> opt.build([w])
-            >>> scaled = gs.functionalize(lambda loss: opt.scale_loss(loss), opt.variables)
+            >>> scaled = gs.optimizers.functionalize(opt.scale_loss, opt.variables)
             >>> @jax.jit
             ... def step(weights, state):
             ...     grads = jax.grad(lambda w: scaled(state, w[0] ** 2)[0])(weights)

@@ -37,7 +37,7 @@ class RMSprop(Optimizer):
 
     Examples:
         >>> import gainstage as gs
-        >>> var = gs.Variable(10.0)
+        >>> var = gs.optimizers.Variable(10.0)
         >>> opt = gs.optimizers.RMSprop(learning_rate=0.1)
         >>> loss = opt.minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(round(float(var), 4))

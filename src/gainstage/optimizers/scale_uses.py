@@ -13,14 +13,15 @@ from gainstage.transforms.gradient_faults import SCALED_TWICE
 
 NOT_IN_STATE = (
     "Expected the loss scale of {name!r} in the state of the function that is traced; got a number "
-    "that would be frozen into the program. In gainstage.jit, add optimizer.variables to `state`. "
-    "With stateless_apply, read it from the state: scaled = gainstage.functionalize("
-    "optimizer.scale_loss, optimizer.variables) once, then scaled(state, loss)[0] inside. With "
-    "`apply` outside, pass optimizer.loss_scale in as an argument."
+    "that would be frozen into the program. In gainstage.optimizers.jit, add optimizer.variables "
+    "to `state`. With stateless_apply, read it from the state: scaled = "
+    "gainstage.optimizers.functionalize(optimizer.scale_loss, optimizer.variables) once, then "
+    "scaled(state, loss)[0] inside. With `apply` outside, pass optimizer.loss_scale in as an "
+    "argument."
 )
 STALE_READS = 10  # of one value after `stateless_apply`, with which it counts as used in vain
 IN_STATE = (
-    "scaled = gainstage.functionalize(optimizer.scale_loss, optimizer.variables), then "
+    "scaled = gainstage.optimizers.functionalize(optimizer.scale_loss, optimizer.variables), then "
     "scaled(state, loss)[0]"
 )
 IN_SCOPE = (

@@ -32,7 +32,7 @@ class SGD(Optimizer):
 
     Examples:
         >>> import gainstage as gs
-        >>> var = gs.Variable(1.0)
+        >>> var = gs.optimizers.Variable(1.0)
         >>> opt = gs.optimizers.SGD(learning_rate=0.1)
         >>> loss = opt.minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(var.value())

@@ -56,8 +56,8 @@ def from_optax(
 
     Examples:
         >>> import gainstage as gs, optax
-        >>> var = gs.Variable(10.0)
-        >>> opt = gs.LossScaleOptimizer(gs.optimizers.from_optax(optax.adamw(0.1)))
+        >>> var = gs.optimizers.Variable(10.0)
+        >>> opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.from_optax(optax.adamw(0.1)))
         >>> loss = opt.minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(round(float(var), 4))
         9.8999

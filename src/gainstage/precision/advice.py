@@ -72,7 +72,7 @@ class ScalingNeed(NamedTuple):
 
 
 class Advice:
-    """What each precision costs, as `precision.advise` measured it. `print` it.
+    """What each precision costs, as `gainstage.advise` measured it. `print` it.
 
     Attributes:
         costs: a tuple of `Cost`, from float32 to float8. Float8 is missing if no product is in it.
@@ -88,14 +88,14 @@ class Advice:
 
     Examples:
         >>> import jax, jax.numpy as jnp
-        >>> from gainstage.precision import advise
+        >>> from gainstage import advise
         >>> x = jax.random.normal(jax.random.key(0), (2, 64, 16))
         >>> batches = [(x[0],), (x[1],)]
         >>> advice = advise(lambda w, x: jnp.mean((x @ w) ** 2), jnp.ones((16, 4)), batches)
         >>> print(advice.recommended.name)
         bfloat16
 
-    Source: `precision.advise` makes it.
+    Source: `gainstage.advise` makes it.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ def advise(
 
     Examples:
         >>> import jax, jax.numpy as jnp
-        >>> from gainstage.precision import advise
+        >>> from gainstage import advise
         >>> def loss_fn(w, x, y):
         ...     return jnp.mean((jnp.tanh(x @ w) - y) ** 2)
         >>> w, *data = (jax.random.normal(jax.random.key(i), (4, 32, 32)) for i in range(3))

@@ -102,7 +102,8 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
     - Functions with their own derivatives (`jax.custom_vjp`, `jax.custom_jvp`), callbacks and
       Pallas kernels are computed in the dtypes that they were written in, but for cheap ones such
       as `jax.nn.relu`.
-    - What a call changes, a model of Flax NNX or a `gainstage.Variable`, is changed as without it.
+    - What a call changes, a model of Flax NNX or a `gainstage.optimizers.Variable`, is changed as
+      without it.
     - `keep_float32` keeps operations in float32.
 
     Float16 needs loss scaling: `gainstage.train_step(gainstage.autocast(loss_fn))`. A trainer that

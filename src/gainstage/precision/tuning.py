@@ -78,7 +78,7 @@ def tune(
         max_bias: the largest norm of the mean error over that of the mean gradient, above 0.
         max_error: instead of both, the largest relative error of the gradient of a batch, above 0.
             One batch is then enough. A warning says if the plan cannot keep its bounds.
-        card: a card, as for `precision.advise`: products are in float8 where it gains by that, and
+        card: a card, as for `gainstage.advise`: products are in float8 where it gains by that, and
             in bfloat16 if it has products of that. None for all products that keep the bounds.
         has_aux: whether `fun` returns (loss, aux).
         using: the function that differentiates, by default as for `gainstage.value_and_grad`.

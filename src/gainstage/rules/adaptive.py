@@ -70,8 +70,9 @@ class AdaptiveLossScale(LossScale):
 
     Examples:
         >>> import gainstage as gs
-        >>> w = gs.Variable([4.0, 1.0])
-        >>> opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1), rule=gs.AdaptiveLossScale(2.0**20))
+        >>> w = gs.optimizers.Variable([4.0, 1.0])
+        >>> rule, sgd = gs.AdaptiveLossScale(2.0**20), gs.optimizers.SGD(0.1)
+        >>> opt = gs.optimizers.LossScaleOptimizer(sgd, rule=rule)
         >>> def loss():  # its gradients pass through float16
         ...     return (w.value().astype("float16").astype("float32") ** 2).sum()
         >>> for _ in range(3):

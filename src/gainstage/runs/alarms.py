@@ -19,7 +19,8 @@ ALARM_KINDS = tuple(dict.fromkeys(finding.name for finding in FINDINGS))
 _BLIND = (
     "The first {n} records of Alarms have no telemetry, so no skipped step is seen and no alarm "
     "rings. Create the transformation or the optimizer with telemetry=True, and write "
-    "alarms.write(n, gainstage.telemetry(opt_state), loss=loss); an optimizer is passed itself."
+    "alarms.write(n, gainstage.diagnostics.telemetry(opt_state), loss=loss); an optimizer is "
+    "passed itself."
 )
 
 
@@ -68,12 +69,12 @@ class Alarms(Writer):
     Examples:
         >>> import gainstage as gs
         >>> from gainstage.diagnostics import Alarms
-        >>> w = gs.Variable([1.0])
-        >>> opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1), telemetry=True)
+        >>> w = gs.optimizers.Variable([1.0])
+        >>> opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1), telemetry=True)
         >>> with Alarms(opt.rule, on_alarm=lambda alarm: print(alarm.kind)) as alarms:
         ...     for step in range(20):
         ...         opt.apply([[float("nan")]], [w])
-        ...         alarms.write(step, gs.telemetry(opt), loss=float("nan"))
+        ...         alarms.write(step, gs.diagnostics.telemetry(opt), loss=float("nan"))
         data
     """
 

@@ -33,7 +33,7 @@ WHY = {
 RECORD = (
     "No skipped step is kept in a step file beside the recording. To keep the next one, create "
     'recorder = gs.diagnostics.StepRecorder("bad.npz"), and after each step call '
-    "recorder.write(n, gs.telemetry(opt_state), params, batch)."
+    "recorder.write(n, gs.diagnostics.telemetry(opt_state), params, batch)."
 )
 SHARES = {
     "error": "Off", "unscaled_error": "Unscaled", "flushed": "Flushed", "subnormal": "Subnormal",

@@ -28,13 +28,13 @@ MEASURED = (
 TINY_SHARE = 1e-4
 SHOWN = 5  # tensors that are printed
 # A gradient of a weight is a sum, and so larger than the numbers it is made of.
-INSIDE = "Numbers inside of the network are smaller, and are not measured: see gs.diagnostics.xray."
+INSIDE = "Numbers inside of the network are smaller, and are not measured: see gs.xray."
 LEFT_OUT = (
     "Left out: {which}. Gradients below "
     f"{TINY_SHARE:g} of all together may be rounding errors, as those of a bias before a "
     "normalisation are."
 )
-ADVISE = "gs.precision.advise(loss_fn, params, batches) says what each precision costs"
+ADVISE = "gs.advise(loss_fn, params, batches) says what each precision costs"
 NOT_COUNTED = "Underflow was not measured: pass underflow_every=100."
 OFF = 0.01  # the smallest rounding error that matters, as a share of the root mean square
 
@@ -60,14 +60,14 @@ def telemetry(opt_or_state: Any) -> StepInfo:
 
     Examples:
         >>> import gainstage as gs
-        >>> w = gs.Variable([3.0, 4.0])
-        >>> opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1), telemetry=True)
+        >>> w = gs.optimizers.Variable([3.0, 4.0])
+        >>> opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1), telemetry=True)
         >>> loss = opt.minimize(lambda: (w.value() ** 2).sum() / 2, [w])
-        >>> info = gs.telemetry(opt)
+        >>> info = gs.diagnostics.telemetry(opt)
         >>> print(info.finite, info.loss_scale, info.grad_norm, info.max_abs)
         True 32768.0 5.0 4.0
         >>> opt.apply([[float("nan"), 0.0]])
-        >>> info = gs.telemetry(opt)
+        >>> info = gs.diagnostics.telemetry(opt)
         >>> print(info.finite, info.applied_steps, info.skipped_steps)
         False 1 1
     """
@@ -315,7 +315,7 @@ def underflow_summary(
         more = f" and {len(zeros) - SHOWN} more" if not every and len(zeros) > SHOWN else ""
         lost = (
             f"The gradient of {which}{more} is 0 in all elements: the loss does not depend on it, "
-            f"or float16 has lost all of it in the backward pass, which gs.diagnostics.xray shows."
+            f"or float16 has lost all of it in the backward pass, which gs.xray shows."
         )
         return [lost, *([] if every else underflow_summary(error, unscaled, underflows, (), aside))]
     if aside:
@@ -379,8 +379,9 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
 
     Examples:
         >>> import gainstage as gs
-        >>> a, b = gs.Variable([1.0, 2.0], name="query"), gs.Variable(3.0, name="key")
-        >>> opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1), telemetry=True, underflow_every=100)
+        >>> from gainstage.optimizers import SGD, LossScaleOptimizer, Variable
+        >>> a, b = Variable([1.0, 2.0], name="query"), Variable(3.0, name="key")
+        >>> opt = LossScaleOptimizer(SGD(0.1), telemetry=True, underflow_every=100)
         >>> for gradient in (1.0, float("inf"), float("inf")):
         ...     opt.apply([[gradient, 2.0**-26], 1024.0], [a, b])
         >>> print(gs.diagnostics.report(opt))
@@ -389,7 +390,7 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
         At step 0 and scale 2^15 (2^13 suggested, as 2^14 overflowed):
         In gradients of parameters underflow does not matter: float16 is at most 0.02% off.
         Without scaling float16 would be at most 0.04% off in gradients of parameters.
-        Numbers inside of the network are smaller, and are not measured: see gs.diagnostics.xray.
+        Numbers inside of the network are smaller, and are not measured: see gs.xray.
         query: 0.02% off, 0.0% zero, 50.0% flushed to zero, 0.0% subnormal, 15 bits of headroom
         key: 0.02% off, 0.0% zero, 0.0% flushed to zero, 0.0% subnormal, 5 bits of headroom
     """

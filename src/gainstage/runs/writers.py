@@ -71,7 +71,7 @@ class Writer(abc.ABC):
         Args:
             step: the index of the step, a Python integer >= 0. An earlier index means that the run
                 has gone back to that step.
-            info: the result of `gainstage.telemetry`, if any.
+            info: the result of `gainstage.diagnostics.telemetry`, if any.
             **numbers: more scalars by name, such as `loss=loss`; arrays need not be ready.
 
         Raises:
@@ -82,8 +82,8 @@ class Writer(abc.ABC):
         check_not_importing()
         if not isinstance(info, StepInfo | None):
             raise TypeError(
-                f"Expected what gainstage.telemetry returned for info; got {brief(repr(info))}. "
-                f"Write other numbers by name: write({step!r}, loss=loss)."
+                f"Expected what gainstage.diagnostics.telemetry returned for info; got "
+                f"{brief(repr(info))}. Write other numbers by name: write({step!r}, loss=loss)."
             )
         numbers = {**({} if info is None else info._asdict()), **numbers}
         if "tensors" in numbers:

@@ -1,4 +1,22 @@
-"""The optax face: functions of functions, such as scaled losses, gradients and training steps.
+"""The parts of a step, for loops and chains of optax that hold its pieces themselves.
 
-Users import them from `gainstage`; it knows nothing of the optimizers.
+`gainstage.loss_scaled` and `gainstage.value_and_grad` are the first two; here is what goes with
+them. A `TrainState` does all of it. It knows nothing of the optimizers.
 """
+
+from gainstage.transforms.local_scale import locally_scaled
+from gainstage.transforms.updates import apply_updates, select_if_applied, step_was_applied
+from gainstage.transforms.value_and_grad import loss_scale, scale_loss
+
+__all__ = [
+    "apply_updates",
+    "locally_scaled",
+    "loss_scale",
+    "scale_loss",
+    "select_if_applied",
+    "step_was_applied",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -30,13 +30,13 @@ NOT_SCALED = (
     "small gradients are lost as without it. Use gainstage.train_step, or compute gradients with "
     "gainstage.value_and_grad(loss_fn, opt_state). If a trainer differentiates by itself, give it "
     "gainstage.autocast(loss_fn, loss_scale=2.0**15). By hand, write "
-    "gainstage.scale_loss(loss, opt_state). To "
+    "gainstage.transforms.scale_loss(loss, opt_state). To "
     'silence this warning: warnings.filterwarnings("ignore", message="No loss was multiplied").'
 )
 NOT_DIVIDED = (
     "This update of gainstage.loss_scaled takes true gradients, but scale_loss has multiplied the "
     "loss, and nothing has divided by its scale. Write tx.update(grads, opt_state, params, "
-    "loss_scale=gainstage.loss_scale(opt_state))."
+    "loss_scale=gainstage.transforms.loss_scale(opt_state))."
 )
 TWICE = (
     "This update of gainstage.loss_scaled divides gradients that are true already, as "
@@ -113,8 +113,9 @@ MULTIPLIED_ALREADY = (
     "value_and_grad and train_step multiply the loss by the loss scale themselves."
 )
 READ_ALREADY = (
-    "Expected the loss itself from fun; got it times gainstage.loss_scale(opt_state). Leave this "
-    "factor out: value_and_grad and train_step multiply the loss by the loss scale themselves."
+    "Expected the loss itself from fun; got it times gainstage.transforms.loss_scale(opt_state). "
+    "Leave this factor out: value_and_grad and train_step multiply the loss by the loss scale "
+    "themselves."
 )
 SCALED_TWICE = (
     "Expected the loss itself for scale_loss; got what scale_loss has multiplied by the loss scale "
@@ -134,8 +135,7 @@ _UNKNOWN: set[str] = set()
 _OF_SUMS = "add", "sub", "neg", "reduce_sum", "convert_element_type"
 # The files whose equations scale a loss by no state.
 _SCALE_THEMSELVES = tuple(
-    os.path.join("gainstage", "transforms", name)
-    for name in ("self_scaled.py", "locally_scaled.py")
+    os.path.join("gainstage", "transforms", name) for name in ("self_scaled.py", "local_scale.py")
 )
 # By its id, the `applied` of each state that is alive and that an update has taken: an old state.
 UPDATED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

@@ -89,9 +89,9 @@ def loss_scaled(
     Args:
         tx: the transformation that turns gradients into updates.
         rule: a `LossScale`, by default `DynamicLossScale()`.
-        telemetry: whether the state records each step for `gainstage.telemetry`, and the tensors
-            that overflowed for `gainstage.diagnostics.report`. Adds eight scalars to the state, and
-            four integers per parameter.
+        telemetry: whether the state records each step for `gainstage.diagnostics.telemetry`, and
+            the tensors that overflowed for `gainstage.diagnostics.report`. Adds eight scalars to
+            the state, and four integers per parameter.
         underflow_every: the number of steps between histograms of each gradient's magnitudes, from
             which `gainstage.diagnostics.report` computes what float16 loses. Adds 82 numbers per
             parameter to the state; None for no histograms.
@@ -123,7 +123,7 @@ def loss_scaled(
         >>> opt_state = tx.init(params)
         >>> loss, grads = gs.value_and_grad(lambda w: w**2, opt_state)(params)
         >>> updates, opt_state = tx.update(grads, opt_state, params)
-        >>> print(loss, grads, gs.apply_updates(params, updates, opt_state))
+        >>> print(loss, grads, gs.transforms.apply_updates(params, updates, opt_state))
         1.0 2.0 0.0
 
         With the state of Adam sharded over a mesh:

@@ -65,7 +65,7 @@ def statistics_in(params: PyTree, inner: OptState) -> str | None:
         "weights are. Pass variables['params'] to tx.init, and step(params, opt_state, stats, x); "
         "loss_fn(params, stats, x) applies the module to {'params': params, 'batch_stats': stats} "
         "and returns (loss, new stats), with train_step(..., has_aux=True). To keep the old stats "
-        "of a skipped step: gainstage.select_if_applied(new, old, opt_state)."
+        "of a skipped step: gainstage.transforms.select_if_applied(new, old, opt_state)."
     )
 
 

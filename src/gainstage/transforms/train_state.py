@@ -24,10 +24,10 @@ from gainstage._variables.types import (
 )
 from gainstage.rules.loss_scale import Rule
 from gainstage.transforms import models, nnx_objects
-from gainstage.transforms.apply_updates import apply_updates, select_if_applied, step_was_applied
 from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.loss_scaled_state import loss_scaled_state, observed_in, states_in
 from gainstage.transforms.refusals import check_leaves
+from gainstage.transforms.updates import apply_updates, select_if_applied, step_was_applied
 from gainstage.transforms.value_and_grad import value_and_grad
 
 

@@ -40,7 +40,6 @@ from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import divided_state
 from gainstage.rules.loss_scale import LossScale
 from gainstage.transforms import models, nnx_objects
-from gainstage.transforms.apply_updates import apply_updates, select_if_applied
 from gainstage.transforms.gradient_faults import FROZEN, is_constant_of_a_loop, note_scale
 from gainstage.transforms.loss_scaled import transformation_of
 from gainstage.transforms.loss_scaled_state import (
@@ -56,6 +55,7 @@ from gainstage.transforms.loss_scaled_state import (
 from gainstage.transforms.nnx_objects import Graph, partition_model
 from gainstage.transforms.refusals import explain_step
 from gainstage.transforms.train_state import TrainState, check_like, with_parts
+from gainstage.transforms.updates import apply_updates, select_if_applied
 from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
 
 DRIFTS = (

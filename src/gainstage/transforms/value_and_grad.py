@@ -186,7 +186,7 @@ def loss_scale(opt_state: OptState) -> jax.Array:
         >>> import gainstage as gs
         >>> import jax.numpy as jnp, optax
         >>> tx = optax.chain(gs.loss_scaled(optax.sgd(0.5)), optax.scale(2.0))
-        >>> print(gs.loss_scale(tx.init(jnp.ones(3))))
+        >>> print(gs.transforms.loss_scale(tx.init(jnp.ones(3))))
         32768.0
     """
     scale = loss_scaled_state(opt_state).rule_state.scale

@@ -255,7 +255,7 @@ def check_bound(weights: Sequence[Any], variables: Sequence[Variable]) -> None:
     if bound and not any(variable._is_bound for variable in variables):
         raise ValueError(
             f"Expected {variables[0].name!r} to be in the state of the function that is "
-            f"traced or differentiated, as {brief(bound)} are. In `gainstage.jit`: add "
+            f"traced or differentiated, as {brief(bound)} are. In `gainstage.optimizers.jit`: add "
             f"`optimizer.variables` to `state`. In a loss: move `apply` out of it, after "
             f"`minimize`."
         )

@@ -76,7 +76,7 @@ class Slots:
         """Adds a slot of a variable, or reuses the one of an earlier build."""
         if not isinstance(reference, Variable):
             raise TypeError(
-                f"Expected a gainstage.Variable for the reference of slot {name!r}; "
+                f"Expected a gainstage.optimizers.Variable for the reference of slot {name!r}; "
                 f"got {brief(reference)}."
             )
         number = self._asked[reference, name]
@@ -95,7 +95,9 @@ class Slots:
     def get(self, variable: Variable, name: str) -> Variable:
         """Returns the slot of a variable; raises a ValueError if there is none."""
         if not isinstance(variable, Variable):
-            raise TypeError(f"Expected a gainstage.Variable for var; got {brief(repr(variable))}.")
+            raise TypeError(
+                f"Expected a gainstage.optimizers.Variable for var; got {brief(repr(variable))}."
+            )
         if (variable, name, 0) not in self.of:
             raise ValueError(
                 f"{self.owner!r} has no slot {name!r} for {variable.name!r}; its slots are "

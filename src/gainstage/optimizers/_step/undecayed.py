@@ -55,7 +55,8 @@ class Undecayed:
         warn(
             f"exclude_from_weight_decay with {given} leaves out none of the variables of "
             f"{owner!r}, {brief([variable.name for variable in variables])}: all of them decay. "
-            f'Name them as in gainstage.Variable(value, name="bias"), or pass them as var_list.'
+            f'Name them as in gainstage.optimizers.Variable(value, name="bias"), or pass them as '
+            f"var_list."
         )
 
     def names(self, name: str) -> bool:

@@ -15,8 +15,8 @@ from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import HALF, down, in_dtype, is_half, up
 from gainstage._programs.jaxprs import CALLBACKS, Path
 from gainstage._programs.places import Note, Place, Places, layer_of
-from gainstage.xray.numbers import Numbers, is_floating, largest, numbers_of, relative_error
-from gainstage.xray.program import Program
+from gainstage._xray.numbers import Numbers, is_floating, largest, numbers_of, relative_error
+from gainstage._xray.program import Program
 
 
 class Value(NamedTuple):

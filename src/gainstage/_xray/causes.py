@@ -11,8 +11,8 @@ from gainstage._programs.in_dtype import HALF
 from gainstage._programs.jaxprs import OPAQUE
 from gainstage._programs.operations import Trait, names_with
 from gainstage._programs.places import layer_of
-from gainstage.xray.numbers import largest, smallest
-from gainstage.xray.walk import Ran, Result
+from gainstage._xray.numbers import largest, smallest
+from gainstage._xray.walk import Ran, Result
 
 LOST = 0.05  # the relative error by underflow that counts as a cause
 NEGLIGIBLE = (

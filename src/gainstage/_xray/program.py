@@ -12,8 +12,8 @@ import numpy as np
 from gainstage._base._jax import ClosedJaxpr
 from gainstage._base.arrays import ARRAYS, is_key, joined, partition
 from gainstage._variables.types import PyTree, Using
+from gainstage._xray.numbers import is_floating
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
-from gainstage.xray.numbers import is_floating
 
 
 class Program(NamedTuple):

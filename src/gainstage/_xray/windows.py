@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from gainstage._programs.places import layer_of
-from gainstage.xray.causes import importance, rounding
-from gainstage.xray.numbers import largest
-from gainstage.xray.walk import Ran
+from gainstage._xray.causes import importance, rounding
+from gainstage._xray.numbers import largest
+from gainstage._xray.walk import Ran
 
 UNKNOWN = -math.inf, math.inf
 

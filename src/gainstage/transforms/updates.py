@@ -78,8 +78,8 @@ def select_if_applied(new: Tree, old: PyTree, opt_or_state: OptState) -> Tree:
         >>> for x in (2.0, jnp.nan):
         ...     loss, grads = gs.value_and_grad(lambda w: w * x, opt_state)(params)
         ...     updates, opt_state = tx.update(grads, opt_state, params)
-        ...     params = gs.apply_updates(params, updates, opt_state)
-        ...     mean = gs.select_if_applied(0.9 * mean + 0.1 * x, mean, opt_state)
+        ...     params = gs.transforms.apply_updates(params, updates, opt_state)
+        ...     mean = gs.transforms.select_if_applied(0.9 * mean + 0.1 * x, mean, opt_state)
         >>> print(params, mean)
         0.0 0.2
     """
@@ -133,7 +133,7 @@ def apply_updates(params: Tree, updates: PyTree, opt_state: OptState) -> Tree:
         >>> opt_state = tx.init(params)
         >>> loss, grads = gs.value_and_grad(lambda w: w * jnp.nan, opt_state)(params)
         >>> updates, opt_state = tx.update(grads, opt_state, params)
-        >>> print(updates, gs.apply_updates(params, updates, opt_state))
+        >>> print(updates, gs.transforms.apply_updates(params, updates, opt_state))
         -0.5 1.0
     """
     applied = _decision(opt_state, "apply_updates")

@@ -14,16 +14,16 @@ from gainstage._base.progress_bar import counted
 from gainstage._programs import jaxprs
 from gainstage._programs.jaxprs import OPAQUE
 from gainstage._variables.types import OptState, PyTree, Scalar, Using
+from gainstage._xray.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
+from gainstage._xray.numbers import whole_error
+from gainstage._xray.program import Program, program_of
+from gainstage._xray.remedies import Remedy, remedies_for
+from gainstage._xray.walk import Changes, Ran, walk_through
+from gainstage._xray.windows import Window, together, windows_of
 from gainstage.precision.autocast import plan_of
 from gainstage.runs.telemetry import ADVISE
 from gainstage.transforms.loss_scaled_state import loss_scaled_state
 from gainstage.transforms.train_state import TrainState, with_parts
-from gainstage.xray.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
-from gainstage.xray.numbers import whole_error
-from gainstage.xray.program import Program, program_of
-from gainstage.xray.remedies import Remedy, remedies_for
-from gainstage.xray.walk import Changes, Ran, walk_through
-from gainstage.xray.windows import Window, together, windows_of
 
 __all__ = ["Cause", "Remedy", "Window", "Xray", "xray"]
 
@@ -60,8 +60,8 @@ def xray(
             `extra` if the loss takes one.
         opt_state: a state of `loss_scaled`, whose loss scale is used.
         scale: the loss scale, > 0, instead of `opt_state`; 1 if there is neither, nor a state.
-            After a skipped step a state has a lower scale already; use
-            `gs.telemetry(...).loss_scale`, as is done for a `TrainState` with telemetry.
+            After a skipped step a state has a lower scale already; use the `loss_scale` of its
+            `gs.diagnostics.telemetry`, as is done for a `TrainState` with telemetry.
         argnums: the arguments to differentiate with respect to.
         has_aux: whether `loss_fn` returns (loss, aux).
         using: the function that differentiates, by default as for `gainstage.value_and_grad`.
@@ -78,7 +78,7 @@ def xray(
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> from gainstage.diagnostics import xray
+        >>> from gainstage import xray
         >>> def loss_fn(params, x):
         ...     h = x.astype(jnp.float16) @ params["up"].astype(jnp.float16)
         ...     return (h * h).astype(jnp.float32).mean()

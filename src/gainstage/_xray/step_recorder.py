@@ -18,7 +18,7 @@ from gainstage._base.importing import check_not_importing
 from gainstage._base.signals import deferred_signals
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage._variables.types import PyTree
-from gainstage.xray import step_file
+from gainstage._xray import step_file
 
 # Settings of JAX that change what a loss computes; names that a later JAX lacks are ignored.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion",
@@ -55,7 +55,7 @@ class StepRecorder:
     such step after `healthy` finite ones in a row. Of ten bad steps in a row it saves the tenth, if
     it saved none of the nine. The first file of a run is never lost, because it tells most: once
     `keep` newer ones replace it, it is "bad.first.npz". `gainstage xray`, or
-    `gainstage.diagnostics.xray`, then finds the cause in another process.
+    `gainstage.xray`, then finds the cause in another process.
 
     A skipped step returns the parameters unchanged, bit for bit. So they are the parameters of its
     loss, even if the step donates its arguments. If a step of your own also changes other state on
@@ -97,7 +97,7 @@ class StepRecorder:
         >>> recorder = gs.diagnostics.StepRecorder(path)
         >>> for n, x in enumerate([1.0, 1e30]):
         ...     params, opt_state, loss = step(params, opt_state, x)
-        ...     print(recorder.write(n, gs.telemetry(opt_state), params, x))
+        ...     print(recorder.write(n, gs.diagnostics.telemetry(opt_state), params, x))
         False
         True
         >>> bad = gs.diagnostics.read_step(path)
@@ -136,7 +136,7 @@ class StepRecorder:
 
         Args:
             step: the index of the step, a Python integer >= 0.
-            info: the result of `gainstage.telemetry` after the step.
+            info: the result of `gainstage.diagnostics.telemetry` after the step.
             *args: the arguments of its loss, with the parameters that the step returned. They are
                 pytrees of arrays, variables (saved as their values), Python numbers and strings.
                 The batch must not be donated.
@@ -228,8 +228,8 @@ def _checked(step: int, info: StepInfo) -> int:
     check_not_importing()
     if not isinstance(info, StepInfo):
         raise TypeError(
-            f"Expected gainstage.telemetry(opt_state), or of an optimizer, for info; got "
-            f"{type(info).__name__}."
+            f"Expected gainstage.diagnostics.telemetry(opt_state), or of an optimizer, for info; "
+            f"got {type(info).__name__}."
         )
     if isinstance(info.finite, jax.Array) and info.finite.is_deleted():
         raise ValueError(
@@ -261,7 +261,7 @@ def read_step(path: str | Path, like: PyTree | Callable[[], PyTree] = None) -> B
         Look for the cause in a notebook:
 
             bad = gs.diagnostics.read_step("bad.npz")
-            print(gs.diagnostics.xray(loss_fn, *bad.args, scale=bad.scale))
+            print(gs.xray(loss_fn, *bad.args, scale=bad.scale))
     """
     return bad_step(Path(path), made(like), "like")
 

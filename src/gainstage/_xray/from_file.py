@@ -16,10 +16,10 @@ import jax
 from gainstage._base.checks import as_power
 from gainstage._base.importing import importing
 from gainstage._programs.places import is_library
+from gainstage._xray import step_file
+from gainstage._xray.step_recorder import BadStep, bad_step, made, settings, versions
+from gainstage._xray.xray import xray
 from gainstage.runs.summary import StepFile
-from gainstage.xray import step_file
-from gainstage.xray.step_recorder import BadStep, bad_step, made, settings, versions
-from gainstage.xray.xray import xray
 
 LISTED = 8  # names that an error lists
 JAX_NOTE = "--------------------\nFor simplicity, JAX has removed"  # ends an error's message

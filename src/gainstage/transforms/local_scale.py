@@ -43,7 +43,8 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
         ...     y = layer(w, jnp.float16(2.0**-15))
         ...     return (y.astype(jnp.float32) * 2.0**-10)
         >>> w = jnp.float32(1.0)
-        >>> print(jax.grad(loss)(w, layer), jax.grad(loss)(w, gs.locally_scaled(layer, 2.0**20)))
+        >>> scaled = gs.transforms.locally_scaled(layer, 2.0**20)
+        >>> print(jax.grad(loss)(w, layer), jax.grad(loss)(w, scaled))
         0.0 2.9802322e-08
 
     Source: Zhao et al., 2019, arXiv:1910.12385 (adaptive loss scaling, a scale for each layer).

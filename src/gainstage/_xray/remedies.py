@@ -10,11 +10,11 @@ import numpy as np
 
 from gainstage._base.checks import as_power
 from gainstage._programs.places import layer_of
-from gainstage.xray.causes import Cause, importance, line_of, lost_share, named
-from gainstage.xray.numbers import whole_error
-from gainstage.xray.program import Program
-from gainstage.xray.walk import Changes, Ran, Result, walk_through
-from gainstage.xray.windows import Window, together
+from gainstage._xray.causes import Cause, importance, line_of, lost_share, named
+from gainstage._xray.numbers import whole_error
+from gainstage._xray.program import Program
+from gainstage._xray.walk import Changes, Ran, Result, walk_through
+from gainstage._xray.windows import Window, together
 
 GOOD = 0.01  # the relative error of all gradients at which the search ends
 USELESS = 0.5  # an error above which a change does not help
