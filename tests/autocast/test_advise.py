@@ -16,7 +16,7 @@ from flax import nnx
 import gainstage as gs
 from gainstage import advise
 from gainstage.__main__ import main
-from gainstage.precision.cards import known_card
+from gainstage.precision.cards import CARDS, known_card
 
 
 def draw(number, *shape):
@@ -107,10 +107,10 @@ def wide():
 def test_the_lines_of_each_row_are_those_of_what_was_measured(advice, wide):
     """Unscaled float16 has a fixed scale; float8 has a row where its line computes in float8."""
     lines = {cost.name: cost.code for cost in wide[0].costs}
-    fixed = "tx = gs.loss_scaled(tx, gs.FixedLossScale(1.0))"
+    fixed = "state = gs.TrainState.create(params, tx, rule=gs.FixedLossScale(1.0))"
     assert [lines[n][0] == fixed for n in lines] == [True, True, True, False, False]
     assert lines["float16, unscaled"][1] == lines["float16"][1]
-    assert lines["float8"][1] == 'step = gs.train_step(gs.autocast(loss_fn, "float8"), tx)'
+    assert lines["float8"][1] == 'step = gs.train_step(gs.autocast(loss_fn, "float8"))'
     assert "float8" not in costs(advice)
     assert "\nfloat8             as float16\n" in str(advice)
     assert 'large enough to gain by float8 on an H100: "float8" computes as "float16"' in str(
@@ -207,7 +207,23 @@ def test_a_card_without_bfloat16_is_given_float16(advice):
     assert "FixedLossScale(1.0)" in str(advice)
     on_t4 = advise(network, PARAMS, BATCHES[:2], card="T4")
     assert on_t4.recommended.name == "float16"
-    assert str(on_t4).endswith('step = gs.train_step(gs.autocast(loss_fn, "float16"), tx)')
+    assert str(on_t4).endswith('step = gs.train_step(gs.autocast(loss_fn, "float16"))')
+
+
+def test_on_a_cpu_all_cards_are_shown_if_none_is_asked_for(advice):
+    """Each has the times of its own rates, and what to use there; a card that is asked for is
+    alone."""
+    asked = advise(network, PARAMS, BATCHES, card="T4")
+    assert (len(advice.cards), asked.cards) == (len(CARDS), {})
+    for mine, own in zip(advice.cards["T4"], asked.costs, strict=True):
+        assert (mine.name, mine.seconds) == (own.name, own.seconds)
+    head, *rows = str(advice).partition("On other cards, the H100 first:\n")[2].splitlines()
+    assert head.split() == ["card", "float32", "bfloat16", "float16", "use"]
+    assert [row.split("  ")[0] for row in rows][:3] == ["H100", "B200", "H200"]
+    assert {row.split("  ")[0]: row.split()[-1] for row in rows}.items() >= {
+        "H100": "bfloat16", "T4": "float16", "V100": "float16", "TPU v6e": "bfloat16",
+    }.items()  # fmt: skip
+    assert "On other cards" not in str(asked)
 
 
 @pytest.mark.parametrize(("factor", "needed"), [(1.0, False), (2.0**-12, True)])
@@ -414,6 +430,7 @@ KINDS = {
     "NVIDIA H200": "H200", "NVIDIA H100 80GB HBM3": "H100", "NVIDIA A100-SXM4-80GB": "A100",
     "Tesla T4": "T4", "Tesla V100-SXM2-16GB": "V100", "NVIDIA L4": "L4", "NVIDIA L40S": "L40S",
     "NVIDIA A10": "A10", "NVIDIA B200": "B200", "NVIDIA GeForce RTX 4090": "RTX 4090",
+    "TPU v6 lite": "TPU v6e", "TPU v5": "TPU v5p", "TPU v4": "TPU v4",
     "TPU v5 lite": "TPU v5e", "TPU7x": "TPU v7", "cpu": "H100", "NVIDIA L40": "H100",
 }  # fmt: skip
 

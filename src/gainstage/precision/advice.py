@@ -2,7 +2,8 @@
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from gainstage.precision.autocast import autocast
 from gainstage.precision.cards import CARDS, H100, Card, known_card
 from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE, Price, Reference, percent
 from gainstage.precision.plan import FLOAT8
-from gainstage.precision.program_costs import kept, products_of
+from gainstage.precision.program_costs import Product, kept, products_of
 from gainstage.precision.samples import (
     EXPONENTS,
     GradientsOf,
@@ -58,9 +59,9 @@ Code = Callable[[str, bool], tuple[str, ...]]  # `(dtype, is scaled) -> lines to
 
 def code_of_loop(dtype: str, is_scaled: bool) -> tuple[str, ...]:
     """The two lines to write for a precision, in a loop of `gainstage.train_step`."""
-    rule = "" if is_scaled else ", gs.FixedLossScale(1.0)"
+    rule = "" if is_scaled else ", rule=gs.FixedLossScale(1.0)"
     loss = "loss_fn" if dtype == "float32" else f'gs.autocast(loss_fn, "{dtype}")'
-    return f"tx = gs.loss_scaled(tx{rule})", f"step = gs.train_step({loss}, tx)"
+    return f"state = gs.TrainState.create(params, tx{rule})", f"step = gs.train_step({loss})"
 
 
 class ScalingNeed(NamedTuple):
@@ -82,6 +83,8 @@ class Advice:
         needs_scaling_from: how many times larger a batch float16 needs loss scaling for, 1 for this
             one; None if not even `2**12` times, or if no scale helps.
         card: the name of the card of the times.
+        cards: the costs on each card that is known, by its name, if no card was asked for and this
+            machine has none; else empty.
         batches: the number of batches.
         is_clear: whether the mean gradient can be told from the noise of so few batches. If not,
             bias is given relative to what 100 batches would leave of the noise.
@@ -105,7 +108,9 @@ class Advice:
         card: Card,
         batches: int,
         is_clear: bool,
+        cards: Mapping[str, Sequence[Cost]] = MappingProxyType({}),
     ):
+        self.cards: dict[str, tuple[Cost, ...]] = {n: tuple(each) for n, each in cards.items()}
         self.costs: tuple[Cost, ...] = tuple(costs)
         self.needs_scaling_from: int | None = need.times
         self._need = need
@@ -119,11 +124,11 @@ class Advice:
         return f"Advice({self.recommended.name!r}, {self.batches} batches)"
 
     def __str__(self) -> str:
-        lines = self.table()
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
         code = [f"    {line}" for line in self.recommended.code]
-        return "\n".join([*table, "", *self.notes(), "", f"Use {self.reason}", *code])
+        use = f"Use {self.reason}", *code
+        on = ("", f"On other cards, the {self.card} first:", *_aligned(self._of_cards()))
+        parts = (*_aligned(self.table()), "", *self.notes(), "", *use)
+        return "\n".join([*parts, *on] if self.cards else parts)
 
     def table(self) -> list[tuple[str, ...]]:
         """Returns the rows of the table, the first one with the names of the columns."""
@@ -132,6 +137,16 @@ class Advice:
         if len(self.costs) < len(NAMES):
             why = "as float16" if CARDS[self.card].float8 else "not there"
             rows.append(("float8", why, *[""] * (len(head) - 2)))
+        return rows
+
+    def _of_cards(self) -> list[tuple[str, ...]]:
+        """The rows of the times on all cards, the first one with the names of the columns."""
+        names = [cost.name for cost in self.costs if cost.name != "float16, unscaled"]
+        rows = [("card", *names, "use")]
+        for card in sorted(self.cards, key=lambda name: name != self.card):
+            times = {cost.name: _time(cost) for cost in self.cards[card]}
+            best = _recommended(self.cards[card]).name
+            rows.append((card, *(times.get(name, "not there") for name in names), best))
         return rows
 
     @property
@@ -234,9 +249,10 @@ def advise(
         batches: a list of two batches or more, of usual size; four show one digit. Each is the
             tuple of what `fun` takes after the parameters, such as `(x, y)`, or `(x,)`.
         card: for whose rates times are computed: "B200", "H200", "H100", "A100", "L40S", "L4",
-            "A10", "T4", "V100", "RTX 5090", "RTX 4090", "RTX 3090", "TPU v5e" or "TPU v7", in small
-            or large letters. None for the card of this machine; for an H100 on a CPU, and on a card
-            that is not among these.
+            "A10", "T4", "V100", "RTX 5090", "RTX 5080", "RTX 4090", "RTX 4080", "RTX 3090",
+            "RTX 3080", "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" or "TPU v7", in small or large
+            letters. None for the card of this machine, for an H100 if it is not among these; on a
+            CPU for an H100, with a table of all of them.
         has_aux: whether `fun` returns (loss, aux).
         using: the function that differentiates, by default as for `gainstage.value_and_grad`.
         progress: whether to show a progress bar, or lines where there is no terminal.
@@ -317,7 +333,9 @@ def measured_advice(
             rows.append(measured.row("float8", *_both(samples, eight), None))
         else:
             measured.skip_row()
-    return Advice(rows, need, rates, len(samples), reference.is_clear)
+    is_asked = card is not None or jax.default_backend() != "cpu"
+    cards = {} if is_asked else measured.on_cards(rows)
+    return Advice(rows, need, rates, len(samples), reference.is_clear, cards)
 
 
 def _both(samples: Samples, fun: Callable[..., Any]) -> tuple[Callable[..., Any], GradientsOf]:
@@ -338,6 +356,7 @@ class _CostMeasurement:
     ):
         self._samples, self._reference, self._card = samples, reference, card
         self._code, self._tick = code, tick
+        self._products: dict[str, list[Product]] = {}  # by precision
 
     def row(
         self, name: str, fun: Callable[..., Any], run: GradientsOf, exponent: int | None
@@ -362,11 +381,27 @@ class _CostMeasurement:
         shares: dict[str, float] = {}
         for product in products:
             shares[product.dtype] = shares.get(product.dtype, 0.0) + product.operations / total
-        seconds = sum(product.seconds(self._card) for product in products)
+        self._products[name] = products
         memory = kept(loss, own, others)
         code = self._code(name.partition(",")[0], scaled)
+        seconds = self._seconds(name, self._card)
         known = (memory, shares, seconds, code, *self._reference.bias_at_most(found))
         return Cost(name, price, exponent if scaled else None, *known)
+
+    def _seconds(self, name: str, card: Card) -> float:
+        """The time of all products of a precision on a card."""
+        return sum(product.seconds(card) for product in self._products[name])
+
+    def on_cards(self, rows: Sequence[Cost]) -> dict[str, list[Cost]]:
+        """The costs on each card, with its times, where it has these products."""
+        return {
+            card.name: [
+                cost._replace(seconds=self._seconds(cost.name, card))
+                for cost in rows
+                if card.float8 or cost.name != FLOAT8
+            ]
+            for card in CARDS.values()
+        }
 
     def skip_row(self) -> None:
         """Counts a row that is not measured."""
@@ -451,8 +486,17 @@ def _line(cost: Cost) -> tuple[str, ...]:
     scale += " or more" * (cost.exponent == LAST_EXPONENT)
     name = f"{cost.name}, scaled" if cost.name == "float16" else cost.name
     price = percent(cost.price.noise), _bias(cost), percent(cost.price.lost)
-    memory, time = f"{cost.kept / 1e6:.3g} MB", f"{1e6 * cost.seconds:.3g} us"
-    return name, *price, scale, memory, products, time
+    return name, *price, scale, f"{cost.kept / 1e6:.3g} MB", products, _time(cost)
+
+
+def _time(cost: Cost) -> str:
+    return f"{1e6 * cost.seconds:.3g} us"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _bias(cost: Cost) -> str:

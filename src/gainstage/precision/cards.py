@@ -42,9 +42,15 @@ CARDS = {
         Card("T4", 8.1, 65.0, 0.0, 0.0, 0.32, "NVIDIA T4 datasheet"),
         Card("V100", 15.7, 125.0, 0.0, 0.0, 0.9, "NVIDIA V100 SXM2 datasheet"),
         Card("RTX 5090", 104.8, 209.5, 209.5, 419.0, 1.792, "NVIDIA RTX Blackwell whitepaper"),
+        Card("RTX 5080", 56.3, 112.6, 112.6, 225.1, 0.96, "NVIDIA RTX Blackwell whitepaper"),
         Card("RTX 4090", 82.6, 165.2, 165.2, 330.3, 1.008, "NVIDIA Ada architecture whitepaper"),
+        Card("RTX 4080", 48.7, 97.5, 97.5, 194.9, 0.717, "NVIDIA Ada architecture whitepaper"),
         Card("RTX 3090", 35.6, 71.0, 71.0, 0.0, 0.936, "NVIDIA GA102 architecture whitepaper"),
+        Card("RTX 3080", 29.8, 59.5, 59.5, 0.0, 0.76, "NVIDIA GA102 architecture whitepaper"),
+        Card("TPU v4", 275.0, 0.0, 275.0, 0.0, 1.2, "Google Cloud TPU v4 documentation"),
         Card("TPU v5e", 197.0, 0.0, 197.0, 0.0, 0.819, "Google Cloud TPU v5e documentation"),
+        Card("TPU v5p", 459.0, 0.0, 459.0, 0.0, 2.765, "Google Cloud TPU v5p documentation"),
+        Card("TPU v6e", 918.0, 0.0, 918.0, 0.0, 1.638, "Google Cloud TPU v6e documentation"),
         Card("TPU v7", 2307.0, 0.0, 2307.0, 4614.0, 7.37, "Google Cloud TPU7x documentation"),
     )
 }
@@ -52,8 +58,10 @@ H100 = CARDS["H100"]
 # Words of what JAX calls a device, in small letters, and the card.
 DEVICE_KINDS = {
     "tpu v5 lite": "TPU v5e",
+    "tpu v6 lite": "TPU v6e",
     "tpu7x": "TPU v7",
     **{name.lower(): name for name in CARDS},
+    "tpu v5": "TPU v5p",
 }
 
 
