@@ -19,7 +19,7 @@ import numpy as np
 from keras import layers, ops
 
 import gainstage as gs
-from gainstage.interop.keras import LogLossScale, LossScaleOptimizer, protect_statistics
+from gainstage.interop.keras import LogLossScale, LossScaleOptimizer, compile
 
 BATCH, HEADS = 16, 4
 FULL, QUICK = (128, 6, 128, 6, 50), (32, 1, 64, 3, 10)  # width, blocks, context, epochs, steps
@@ -113,9 +113,9 @@ def main():
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     text = Windows([f for n, f in enumerate(files) if n % 20], context, steps)
     held_out = Windows(files[::20], context, 8)
-    model = protect_statistics(make_model(width, blocks, context))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(make_optimizer(epochs * steps), loss)
+    model = make_model(width, blocks, context)
+    model = compile(model, make_optimizer(epochs * steps), loss, dtype=None)  # as its policy says
     folder = options.folder or Path(f"runs/language_model_keras_{width}")
     folder.mkdir(parents=True, exist_ok=True)
     backup = Backup(folder / "backup.npz", text)

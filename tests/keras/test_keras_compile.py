@@ -19,12 +19,13 @@ Y = np.sin(X[:, :1])
 BAD = np.where(np.arange(4) == 2, np.nan, X).astype("float32")
 
 
-def model(kind="functional"):
+def model(kind="functional", spectral=True):
+    last = keras.layers.Dense(1)
     parts = [
         keras.layers.Dense(8, name="in"),
         keras.layers.BatchNormalization(momentum=0.5),
         keras.layers.Dropout(0.1, seed=1),
-        keras.layers.SpectralNormalization(keras.layers.Dense(1), name="out"),
+        keras.layers.SpectralNormalization(last, name="out") if spectral else last,
     ]
     if kind == "sequential":
         return keras.Sequential([keras.Input((4,)), *parts])
@@ -111,3 +112,32 @@ def test_mistakes_are_named():
     with pytest.raises(TypeError, match="Expected a Keras model"):
         compile(keras.layers.Dense(1), "adam", "mse")
     assert type(net) is kind
+
+
+@pytest.mark.parametrize("again", ["itself", "saved and loaded", "pickled"])
+def test_a_model_under_a_policy_of_keras_keeps_all_too(again, tmp_path):
+    """With `dtype=None` the layers compute as their policy says; a skipped step keeps all, also
+    after saving, loading and pickling, under our optimizer, which the policy asks for."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        net = model(spectral=False)  # Keras's spectral norm overflows in float16 by itself
+        net = compile(net, keras.optimizers.Adam(0.01), "mse", dtype=None)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert type(net.optimizer) is LossScaleOptimizer
+    assert net.layers[1].compute_dtype == "float16"
+    net = fitted(AGAIN[again](fitted(net, X), tmp_path), X)
+    before = contents(net)
+    fitted(net, BAD)
+    assert contents(net) == before
+    assert contents(fitted(net, X)) != before
+
+
+def test_float32_under_its_own_policy_is_not_scaled():
+    """`dtype=None` with layers in float32 scales no loss, and takes no rule."""
+    net = compile(model(), "adam", "mse", dtype=None)
+    assert type(net.optimizer) is keras.optimizers.Adam
+    with pytest.raises(ValueError, match="Expected no rule with these policies"):
+        compile(model(), "adam", "mse", dtype=None, rule=gs.DynamicLossScale())
+    with pytest.raises(TypeError, match="Expected a Keras model"):
+        compile(keras.layers.Dense(1), "adam", "mse", dtype=None)

@@ -5,8 +5,7 @@ Needs the extra `keras` and `KERAS_BACKEND=jax`; import it before `keras.saving.
 
 from typing import Any
 
-from gainstage._variables.types import PyTree
-from gainstage.interop.keras_autocast import autocast, kept_if_skipped, needs_scale
+from gainstage.interop.keras_autocast import autocast, check_model, needs_scale, under
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_loss_scale import LossScaleOptimizer
@@ -20,9 +19,12 @@ __all__ = [
     "advise",
     "autocast",
     "compile",
-    "protect_statistics",
     "tune",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def compile(
@@ -30,21 +32,24 @@ def compile(
     optimizer: Any = "rmsprop",
     loss: Any = None,
     *,
-    dtype: Precision = "float16",
+    dtype: Precision | None = "float16",
     rule: Rule | None = None,
     **options: Any,
 ) -> Any:
-    """Compiles a float32 model of Keras for training in half precision, with all that it needs.
+    """Compiles a model of Keras for training in half precision, with all that it needs.
 
     It is `model = autocast(model, dtype)` and `model.compile(LossScaleOptimizer(optimizer), loss)`:
     products in half precision, a scaled loss, and steps that keep everything if a gradient
-    overflows, moving means and seeds too. What is saved, loaded or pickled has all of it.
+    overflows, moving means and the seeds of `Dropout` too. Keras's own trainer keeps what the
+    forward pass assigned, so one batch with a NaN ruins a `BatchNormalization`. What is saved,
+    loaded or pickled has all of it.
 
     Args:
         model: a Keras model, built or not.
         optimizer: an optimizer of Keras, or its name. One that scales losses is taken as it is.
         loss: as for `model.compile`.
-        dtype: as for `autocast`. In bfloat16 no loss is scaled.
+        dtype: as for `autocast`. In bfloat16 no loss is scaled. None for a model whose layers have
+            a policy of Keras's, such as `mixed_float16`, and compute as that says.
         rule: the rule of the loss scale, by default that of `LossScaleOptimizer`.
         **options: as for `model.compile`.
 
@@ -54,7 +59,7 @@ def compile(
     Raises:
         TypeError: `model` is not a Keras model, or a `rule` is given and the optimizer scales
             losses already.
-        ValueError: a `rule` is given in bfloat16; as `autocast`.
+        ValueError: a `rule` is given where no loss is scaled; as `autocast`.
 
     Examples:
         >>> import keras, numpy as np
@@ -69,56 +74,16 @@ def compile(
 
     Source: `keras.Model.compile`.
     """
-    plan = named(dtype)
+    check_model(model)
+    plan = None if dtype is None else named(dtype)
+    scales, optimizer = needs_scale(plan, model), keras.optimizers.get(optimizer)
     if rule is not None:
-        if not needs_scale(plan):
-            raise ValueError(
-                f"Expected no rule in bfloat16, where no loss is scaled; got {rule!r}."
-            )
-        optimizer = LossScaleOptimizer(keras.optimizers.get(optimizer), rule=rule)
-    model = autocast(model, plan)
-    model.compile(optimizer, loss, **options)  # which wraps an optimizer that scales no losses
-    return model
-
-
-def protect_statistics(model: Any) -> Any:
-    """Makes `fit` keep all state of a model on a skipped step, not only the trained variables.
-
-    Keras's trainer stores what the forward pass assigned, even if the optimizer skips the step. So
-    one batch with a NaN or inf corrupts the moving mean and variance of a `BatchNormalization`.
-    With this function they change only if the step was applied, and so do the seeds of `Dropout`.
-    Metrics, the loss among them, still count every step. A model under `autocast` does so by
-    itself; this is for one under a policy of Keras's, such as `mixed_float16`.
-
-    Args:
-        model: a Keras model, compiled or not. Its `train_step` is replaced. Call this function
-            again on a model that was loaded or cloned: both lose it.
-
-    Returns:
-        The same model.
-
-    Raises:
-        TypeError: `model` is not a Keras model.
-
-    Examples:
-        >>> import keras, numpy as np
-        >>> from gainstage.interop.keras import LossScaleOptimizer, protect_statistics
-        >>> norm = keras.layers.BatchNormalization(momentum=0.5)
-        >>> model = protect_statistics(keras.Sequential([norm, keras.layers.Dense(1)]))
-        >>> model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01)), "mse")
-        >>> x = np.ones((2, 1))
-        >>> history = model.fit(x, x, verbose=0)
-        >>> history = model.fit(x * np.nan, x, verbose=0)
-        >>> print(norm.moving_mean.value)
-        [0.5]
-    """
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"Expected a Keras model; got {model!r}.")
-    train_step = model.train_step
-
-    def step(state: PyTree, data: PyTree) -> tuple[PyTree, PyTree]:
-        return kept_if_skipped(model, train_step, state, data)
-
-    model.train_step = step
-    model.train_function = None  # an earlier `fit` compiled the old `train_step`
+        if not scales:
+            where = "in bfloat16" if plan else "with these policies"
+            raise ValueError(f"Expected no rule {where}, where no loss is scaled; got {rule!r}.")
+        optimizer = LossScaleOptimizer(optimizer, rule=rule)
+    elif scales and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = LossScaleOptimizer(optimizer)
+    model = autocast(model, plan) if plan else under(None, model)
+    model.compile(optimizer, loss, **options)
     return model

@@ -56,11 +56,22 @@ def autocast(model: Any, dtype: Precision = "float16") -> Any:
         >>> print(type(model.optimizer).__name__, model.layers[0].kernel.dtype)
         LossScaleOptimizer float32
     """
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"Expected a Keras model; got {model!r}.")
+    check_model(model)
     plan = named(dtype)
     autocast_function(model.stateless_call, plan)  # refuses a function that has a plan
     refuse_mixed(model)
+    return under(plan, model)
+
+
+def check_model(model: object) -> None:
+    """Raises a TypeError for what is no model of Keras."""
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"Expected a Keras model; got {model!r}.")
+
+
+def under(plan: str | Plan | None, model: Any) -> Any:
+    """The same model, which computes by a plan, or as its layers say, and keeps all of its state in
+    a skipped step."""
     plain = plain_class(model)
     own = type(f"Autocast{plain.__name__}", (Autocast, plain), {"_plain": plain, "_plan": plan})
     keras.saving.register_keras_serializable(PACKAGE, "Autocast")(own)
@@ -87,7 +98,7 @@ class Autocast:
     """A base of models under `autocast`, which stands before the model's own class."""
 
     _plain: type[Any]  # the model's own class
-    _plan: str | Plan
+    _plan: str | Plan | None  # None: as the policies of its layers say
 
     def stateless_call(
         self,
@@ -99,7 +110,8 @@ class Autocast:
     ) -> Any:
         """Calls the model without side effects, in half precision."""
         weights = list(trainable_variables), list(non_trainable_variables)
-        if kwargs.get("training") is False and isinstance(self._plan, Plan):
+        is_eval = kwargs.get("training") is False and isinstance(self._plan, Plan)
+        if is_eval or self._plan is None:
             plain: Any = super()
             others = {**kwargs, "return_losses": return_losses}
             return plain.stateless_call(*weights, *args, **others)
@@ -120,6 +132,7 @@ class Autocast:
             found = plain.stateless_call(*weights, *args, return_losses=True, **kwargs)
             return found, _masks(found[0])
 
+        assert self._plan is not None
         return autocast_function(call, self._plan)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -146,7 +159,7 @@ class Autocast:
         """Wraps an optimizer that scales no losses, for float16."""
         optimizer: Any = getattr(self, "optimizer", None)
         scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        if optimizer is None or scales or not needs_scale(self._plan):
+        if optimizer is None or scales or not needs_scale(self._plan, self):
             return
         if optimizer.loss_scale_factor is None:
             self.optimizer = LossScaleOptimizer(optimizer)
@@ -165,7 +178,7 @@ class Autocast:
             model = keras.saving.serialize_keras_object(self)
         model.pop("compile_config", None)  # stands beside it
         plan = self._plan
-        return {"model": model, "plan": plan if isinstance(plan, str) else plan.to_json()}
+        return {"model": model, "plan": plan.to_json() if isinstance(plan, Plan) else plan}
 
     @classmethod
     def from_config(
@@ -173,16 +186,19 @@ class Autocast:
     ) -> Any:
         """Returns the model that `get_config` describes, under autocast."""
         plan = config["plan"]
-        plan = Plan.from_json(plan) if plan.startswith("{") else plan
+        plan = Plan.from_json(plan) if plan and plan.startswith("{") else plan
         model = keras.saving.deserialize_keras_object(config["model"], custom_objects)
-        return autocast(model, plan)
+        return autocast(model, plan) if plan else under(None, model)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._plain._unpickle_model, super().__reduce__()[1]
 
 
-def needs_scale(plan: str | Plan) -> bool:
-    """Whether gradients in this precision need loss scaling: not in bfloat16."""
+def needs_scale(plan: str | Plan | None, model: Any) -> bool:
+    """Whether the gradients of a model in this precision need loss scaling: not in bfloat16."""
+    if plan is None:
+        names = {layer.dtype_policy.name for layer in model._flatten_layers()}
+        return not names.isdisjoint(("float16", "mixed_float16"))
     return (plan.dtype if isinstance(plan, Plan) else plan) != "bfloat16"
 
 

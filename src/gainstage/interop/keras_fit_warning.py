@@ -1,14 +1,24 @@
-"""What is said at the end of a Keras fit: that none of its steps was applied."""
+"""What is said of a Keras fit: that none of its steps was applied, or that it stores statistics."""
 
+import sys
 import weakref
 from typing import Any
+
+import jax.numpy as jnp
 
 from gainstage._base.checks import as_power
 from gainstage._base.dead_run import DEAD
 from gainstage._base.warn import warn
+from gainstage.interop.keras_backend import keras
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import FixedLossScale, LossScale
 
+STATISTICS = (
+    "Keras's trainer stores statistics of skipped steps, so a batch with a NaN ruins {name!r}. "
+    "Write model = gainstage.interop.keras.compile(model, optimizer, loss), which keeps them, in "
+    "the place of model.compile; with dtype=None for a model under a policy such as mixed_float16. "
+    'To silence this warning: warnings.filterwarnings("ignore", message="Keras\'s trainer stores").'
+)
 FAR = 2.0**16  # a fall of the scale in one fit that no search explains
 
 
@@ -62,3 +72,22 @@ class Fits:
                 f"No step since the last fit was applied, {what}. Look at the data, the learning "
                 f"rate and the loss; LogLossScale says in which epoch it began.{advice}"
             )
+
+
+def warned_of_statistics() -> bool:
+    """Warns if `stateless_apply`, which calls this, is called by Keras's own step of `fit`, whose
+    forward pass has changed numbers of the model; returns whether it has."""
+    frame = sys._getframe(2)
+    if frame.f_code is not keras.Model.train_step.__code__:
+        return False
+    found = frame.f_locals
+    model, new = found["self"], found["non_trainable_variables"]
+    if hasattr(type(model), "_plain"):  # under autocast: it keeps them
+        return False
+    for variable, old, value in zip(
+        model.non_trainable_variables, found["state"][1], new, strict=True
+    ):
+        if value is not old and jnp.issubdtype(value.dtype, jnp.floating):
+            warn(STATISTICS.format(name=variable.path))
+            return True
+    return False

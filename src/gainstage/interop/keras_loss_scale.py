@@ -23,7 +23,7 @@ from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.types import PyTree
 from gainstage._variables.variable import is_inside, is_tracing
 from gainstage.interop.keras_backend import PACKAGE, keras
-from gainstage.interop.keras_fit_warning import Fits
+from gainstage.interop.keras_fit_warning import Fits, warned_of_statistics
 from gainstage.optimizers._step.options import DEFAULTS, OPTIONS
 from gainstage.optimizers._step.runner import not_an_array
 from gainstage.optimizers.optimizer import Optimizer
@@ -79,6 +79,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     _constants: Hashable = None  # the settings that it has as constants
     _has_scaled = False  # whether a loss was multiplied by the scale
     _was_read = False  # whether it was read since the last `apply`, perhaps to multiply by it
+    _has_told = False  # that Keras's trainer stores statistics of skipped steps
     _compiled_growth_steps: int | None = None  # those of the step that `fit` has compiled
 
     def __init__(
@@ -324,6 +325,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if has_value and not isinstance(self.rule, FixedLossScale):
             self._stale.step_without(before)
         _warn_of_missing(known, grads)
+        if not self._has_told:
+            self._has_told = warned_of_statistics()
         return self._step(optimizer_variables, grads, trainable_variables)
 
     def update_step(self, gradient: ArrayLike, variable: Any, learning_rate: ArrayLike) -> None:
