@@ -279,9 +279,8 @@ def train_in_loop(kind: str, target: Target, model: models.Model, batch: Any) ->
 
 def train_in_one_call(kind: str, target: Target, model: models.Model, batch: Any) -> Any:
     """`gs.train_step`."""
-    tx = scaled(kind)
-    args = planned_everywhere((model.params, tx.init(model.params)), target)
-    return gs.train_step(model.loss, tx).lower(*args, batch)
+    state = gs.TrainState.create(model.params, scaled(kind))
+    return gs.train_step(model.loss).lower(planned_everywhere(state, target), batch)
 
 
 def minimize(kind: str, target: Target, model: models.Model, batch: Any) -> Any:

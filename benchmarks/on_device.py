@@ -239,13 +239,13 @@ def by_loss(
     peaks: dict[str, float] = {}
 
     def build(variant: str, loss: Any, rule: gs.LossScale, retries: int = 0) -> harness.Variant:
-        tx = gs.loss_scaled(optax.adam(1e-3), rule)
-        state = tx.init(params)
-        step = gs.train_step(loss, tx, retries=retries)
-        sizes = step.lower(params, state, batch).compile().memory_analysis()
+        copied = jax.tree.map(jnp.copy, params)
+        state = gs.TrainState.create(copied, optax.adam(1e-3), rule=rule)
+        step = gs.train_step(loss, retries=retries)
+        sizes = step.lower(state, batch).compile().memory_analysis()
         arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
         peaks[variant] = (arrays - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes) / 1e9
-        return train_steps.compiled(step, models.Model(params, batch, loss), state)
+        return train_steps.of_state(step, state)
 
     builders = {variant: partial(build, variant, *how) for variant, how in losses.items()}
     case = harness.Case({"model": name}, lambda: (builders, batch), baselines)

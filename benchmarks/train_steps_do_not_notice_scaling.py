@@ -66,9 +66,10 @@ def in_optax(model: models.Model) -> harness.Variant:
 
 
 def train_step(model: models.Model) -> harness.Variant:
-    """Adam in optax, with `gs.loss_scaled` and `gs.train_step`."""
-    tx = gs.loss_scaled(optax.adam(RATE, eps=EPSILON), gs.DynamicLossScale(SCALE))
-    return compiled(gs.train_step(model.loss, tx), model, tx.init(model.params))
+    """Adam in optax, with `gs.TrainState` and `gs.train_step`."""
+    params, tx = jax.tree.map(jnp.copy, model.params), optax.adam(RATE, eps=EPSILON)
+    state = gs.TrainState.create(params, tx, rule=gs.DynamicLossScale(SCALE))
+    return of_state(gs.train_step(model.loss), state)
 
 
 def keras_style(model: models.Model, **options: Any) -> harness.Variant:
@@ -94,11 +95,7 @@ def keras_style(model: models.Model, **options: Any) -> harness.Variant:
 
 def pure(step: Any, model: models.Model, state: Any) -> harness.Variant:
     """A variant out of `(params, state, batch) -> (params, state, loss)`, which donates both."""
-    return compiled(jax.jit(step, donate_argnums=(0, 1)), model, state)
-
-
-def compiled(program: Any, model: models.Model, state: Any) -> harness.Variant:
-    """A variant out of a program that takes and donates what `pure` does."""
+    program = jax.jit(step, donate_argnums=(0, 1))
 
     def call(carry: Any, batch: Any) -> Any:
         params, state, loss = program(*carry[1:3], batch)
@@ -106,6 +103,16 @@ def compiled(program: Any, model: models.Model, state: Any) -> harness.Variant:
 
     params = jax.tree.map(jnp.copy, model.params)
     return call, (jax.tree.leaves(params)[:1], params, state, None)
+
+
+def of_state(step: Any, state: gs.TrainState[Any]) -> harness.Variant:
+    """A variant out of a step of a train state, which is donated."""
+
+    def call(carry: Any, batch: Any) -> Any:
+        state, loss = step(carry[1], batch)
+        return jax.tree.leaves(state.params)[:1], state, loss
+
+    return call, (jax.tree.leaves(state.params)[:1], state, None)
 
 
 def steps(name: str, dtype: str) -> tuple[harness.Builders, Any]:

@@ -173,53 +173,48 @@ def grpo_loss(dtype, params, tokens, sampled, advantages):
     return -gain.mean(), mismatch(sampled, logp)
 
 
-def optimizer(rate):
+def create_state(params, rate):
     """Clips and updates true gradients in float32; skips a step that overflowed."""
-    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95))
-    return gs.loss_scaled(chain, telemetry=True)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95))
+    return gs.TrainState.create(params, tx, telemetry=True)
 
 
 def supervise(settings, params, dtype, rng):
     """Learns from solved problems, and prints the reward of what the sampler draws."""
-    tx = optimizer(3e-3)
-    step, opt_state = gs.train_step(functools.partial(sft_loss, dtype), tx), tx.init(params)
+    step, state = gs.train_step(functools.partial(sft_loss, dtype)), create_state(params, 3e-3)
     for n in range(1, settings.sft_steps + 1):
         tokens = np.concatenate(problems(rng, settings.sft_batch), axis=1)
-        params, opt_state, _ = step(params, opt_state, tokens)
+        state, _ = step(state, tokens)
         if n == 1 or n % 30 == 0:
             prompts, answers = problems(rng, settings.prompts * settings.answers)
-            tokens, _ = sample(params, prompts, jax.random.key(n), dtype)
+            tokens, _ = sample(state.params, prompts, jax.random.key(n), dtype)
             print(f"SFT {n}: reward {rewards(tokens, answers).mean():.3f}", flush=True)
-    return params
+    return state.params
 
 
 def reinforce(settings, params, dtype, rng):
     """Learns from rewards; prints means since the last line, and the telemetry of the last step."""
-    tx = optimizer(3e-4)
-    step = gs.train_step(functools.partial(grpo_loss, dtype), tx, has_aux=True)
-    opt_state, seen = tx.init(params), []
+    step = gs.train_step(functools.partial(grpo_loss, dtype), has_aux=True)
+    state, seen = create_state(params, 3e-4), []
     for n in range(1, settings.steps + 1):
         prompts, answers = (
             np.repeat(x, settings.answers, axis=0) for x in problems(rng, settings.prompts)
         )
-        tokens, sampled = sample(params, prompts, jax.random.key(n), dtype)
+        tokens, sampled = sample(state.params, prompts, jax.random.key(n), dtype)
         reward = rewards(tokens, answers).reshape(settings.prompts, settings.answers)
         mean, spread = reward.mean(axis=1, keepdims=True), reward.std(axis=1, keepdims=True)
         advantages = ((reward - mean) / (spread + 1e-4)).ravel()
-        params, opt_state, _, found = step(params, opt_state, tokens, sampled, advantages)
+        state, _, found = step(state, tokens, sampled, advantages)
         seen.append((reward.mean(), found["mean_abs_diff"], found["k3"]))
         if n % settings.every == 0:
-            info, (gained, apart, k3) = (
-                gs.diagnostics.telemetry(opt_state),
-                np.mean(jax.device_get(seen), 0),
-            )
+            info, (gained, apart, k3) = state.info, np.mean(jax.device_get(seen), 0)
             print(
                 f"GRPO {n}: reward {gained:.3f}, mean |dlogp| {apart:.1e}, k3 KL {k3:.1e}, "
                 f"scale 2**{np.log2(info.loss_scale):.0f}, {info.skipped_steps} steps skipped",
                 flush=True,
             )
             seen.clear()
-    return params
+    return state.params
 
 
 def main(words=None):

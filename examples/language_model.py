@@ -112,7 +112,7 @@ class Average(NamedTuple):
 
 
 def keep_average(decay):
-    """Keeps a moving average of the weights; inside `loss_scaled` a skipped step skips it too."""
+    """Keeps a moving average of the weights; a skipped step skips it too."""
 
     def update(updates, state, params):
         new = optax.apply_updates(params, updates)
@@ -122,13 +122,12 @@ def keep_average(decay):
 
 
 def make_optimizer(settings):
-    """Checks every microbatch; clips, updates and averages at the end of a window of them."""
+    """Clips, updates and averages at the end of a window of microbatches."""
     updates = settings.steps // settings.accumulate
     rate = optax.warmup_cosine_decay_schedule(0, settings.rate, updates // 10, updates)
     adamw = optax.adamw(rate, weight_decay=0.1)
     chain = optax.chain(optax.clip_by_global_norm(1.0), adamw, keep_average(settings.decay))
-    window = optax.MultiSteps(chain, settings.accumulate).gradient_transformation()
-    return gs.loss_scaled(window, RULE, telemetry=True)
+    return optax.MultiSteps(chain, settings.accumulate)
 
 
 def read_texts():
@@ -145,10 +144,10 @@ def draw(text, settings, step):
     return text[starts[:, None] + np.arange(settings.context + 1)].astype(np.int32)
 
 
-def averaged(model, opt_state):
+def averaged(state):
     """The model with the averages of its weights, and without dropout."""
-    model = nnx.clone(model)
-    nnx.update(model, optax.tree_utils.tree_get(opt_state, "average"))
+    model = nnx.clone(state.params)
+    nnx.update(model, optax.tree_utils.tree_get(state.opt_state, "average"))
     model.eval()
     return model
 
@@ -189,13 +188,14 @@ def checksum(state):
 
 
 def begin(settings, checkpoints, everywhere):
-    """The model and the optimizer, from the last checkpoint if there is one, and its step."""
+    """The state, which checks every microbatch, from the last checkpoint if there is one, and the
+    number of its step."""
     model, tx = jax.device_put(make_model(settings), everywhere), make_optimizer(settings)
-    opt_state, done = tx.init(model), checkpoints.latest_step() or 0
-    if done:
-        model, opt_state = restored(checkpoints, (model, opt_state))
-        print(f"restored step {done}: state {checksum((model, opt_state))}", flush=True)
-    return model, tx, opt_state, done
+    state = gs.TrainState.create(model, tx, rule=RULE, telemetry=True)
+    if done := checkpoints.latest_step() or 0:
+        state = restored(checkpoints, state)
+        print(f"restored step {done}: state {checksum(state)}", flush=True)
+    return state, done
 
 
 def train(settings, folder, devices):
@@ -204,35 +204,33 @@ def train(settings, folder, devices):
     everywhere, divided = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec("data"))
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
     checkpoints = ocp.CheckpointManager(folder / "checkpoints", options=options)
-    model, tx, opt_state, done = begin(settings, checkpoints, everywhere)
-    step = gs.train_step(loss_fn, tx)
+    state, done = begin(settings, checkpoints, everywhere)
+    step = gs.train_step(loss_fn)
     text, held_out = read_texts()
     unseen = np.stack([draw(held_out, settings, n) for n in range(8)])
     recorder, began = StepRecorder(folder / "bad.npz", keep=3), time.perf_counter()
-    params = nnx.state(model, nnx.Param)
+    params = nnx.state(state.params, nnx.Param)
     with JsonLines(folder / "run.jsonl", rule=RULE, params=params) as record:
         for n in range(done + 1, settings.steps + 1):
             tokens = jax.device_put(draw(text, settings, n), divided)
-            model, opt_state, loss = step(model, opt_state, tokens)
-            info = jax.device_get(
-                gs.diagnostics.telemetry(opt_state)
-            )  # the next step reuses its memory
+            state, loss = step(state, tokens)
+            info = jax.device_get(state.info)
             record.write(n, info, loss=loss)
-            recorder.write(n, info, model, tokens)
+            recorder.write(n, info, state.params, tokens)
             if n % settings.every == 0:
                 record.flush()
-                checkpoints.save(n, args=ocp.args.StandardSave(named((model, opt_state))))
+                checkpoints.save(n, args=ocp.args.StandardSave(named(state)))
                 speed = settings.every * tokens[:, 1:].size / (time.perf_counter() - began)
                 print(
                     f"step {n}: loss {loss:.3g}, scale {info.loss_scale:g}, {info.skipped_steps} "
                     f"skipped, {speed:.0f} tokens/s, "
-                    f"validation {validate(averaged(model, opt_state), unseen):.3f}, "
-                    f"state {checksum((model, opt_state))}",
+                    f"validation {validate(averaged(state), unseen):.3f}, "
+                    f"state {checksum(state)}",
                     flush=True,
                 )
                 began = time.perf_counter()
     checkpoints.close()
-    return averaged(model, opt_state)
+    return averaged(state)
 
 
 def main():

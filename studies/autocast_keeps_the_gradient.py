@@ -249,15 +249,14 @@ def trained(name: str, steps: int = STEPS) -> dict[str, Any]:
     start, model = time.perf_counter(), MODELS[name]()
     losses: dict[str, list[float]] = {}
     for arm, (cast, rule) in TRAINING.items():
-        tx = gs.loss_scaled(optax.adam(TRAINED[name]), rule)
         params = jax.tree.map(jnp.copy, model.params)
-        state, step = tx.init(params), gs.train_step(cast(model.loss), tx)
-        seen = []
+        state = gs.TrainState.create(params, optax.adam(TRAINED[name]), rule=rule)
+        step, seen = gs.train_step(cast(model.loss)), []
         for seed in range(100, 100 + steps):
-            params, state, loss = step(params, state, model.batch(seed))
+            state, loss = step(state, model.batch(seed))
             seen.append(loss)
         losses[arm] = [float(loss) for loss in jax.device_get(seen)]
-    last, batch = model._replace(params=params), model.batch(0)
+    last, batch = model._replace(params=state.params), model.batch(0)
     plan = tuned(model, batch, bound(0.0))
     exact = gradients(last.loss, last.params, batch)
     after = {

@@ -60,20 +60,19 @@ class Trained(NamedTuple):
 def trained(model: Model, loss: Loss, steps: int, seeds: int) -> Trained:
     """Trains from each seed."""
     tx = gs.loss_scaled(optax.adam(RATE), gs.DynamicLossScale(FIRST_SCALE), telemetry=True)
-    step, found = gs.train_step(loss, tx), Trained([], [], [])
+    step, found = gs.train_step(loss), Trained([], [], [])
     for seed in range(seeds):
-        params = jax.tree.map(jnp.array, model.params)
-        state, losses = tx.init(params), []
+        state, losses = gs.TrainState.create(jax.tree.map(jnp.array, model.params), tx), []
         for number in range(steps):
             if seed == 0 and number in (0, steps // 2):
-                found.on_the_way.append(jax.tree.map(jnp.array, params))
+                found.on_the_way.append(jax.tree.map(jnp.array, state.params))
             batch = model.batch(BATCHES + seed * steps + number)
-            params, state, value = step(params, state, batch)
+            state, value = step(state, batch)
             losses.append(value)
         if seed == 0:
-            found.on_the_way.append(params)
+            found.on_the_way.append(state.params)
         found.losses.append(float(np.mean([float(value) for value in losses[-LAST:]])))
-        found.skipped.append(int(gs.diagnostics.telemetry(state).skipped_steps))
+        found.skipped.append(int(state.info.skipped_steps))
     return found
 
 

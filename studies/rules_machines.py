@@ -86,16 +86,18 @@ def in_optax_loop(
     `retries`, `train_step`."""
     tx = gs.loss_scaled(optax.adam(0.25), rule)
     weight = jnp.float32(W)
-    state = tx.init(weight)
+    start = gs.TrainState.create(weight, tx)
+    state = start.opt_state
     inner = jax.tree.map(lambda x: x + 3, state.inner)
     first, tree = jax.tree.flatten(state.rule_state)
     retries, value = how.get("retries", 0), how.get("value", True)
-    whole = gs.train_step(network, tx, retries=retries, donate=False)
+    whole = gs.train_step(network, retries=retries, donate=False)
 
     def step(leaves: list[Any], batch: tuple[Any, ...]) -> tuple[list[Any], jax.Array]:
         before = state._replace(rule_state=tree.unflatten(leaves), inner=inner)
         if retries:
-            params, after, _ = whole(weight, before, *batch)
+            taken, _ = whole(start.replace(opt_state=before), *batch)
+            params, after = taken.params, taken.opt_state
         else:
             loss, grads = gs.value_and_grad(network, before)(weight, *batch)
             extra = {"value": loss} if value else {}

@@ -179,7 +179,7 @@ def lowest_scale(task: Task, params: Any, ranks: int) -> float:
         return task.loss(params, batch, "float16") / ranks
 
     batch = task.batch(np.random.default_rng(5))
-    found = xray(loss, params, batch, prescribe=False, compiled=False, progress=False)
+    found = xray(loss, params, batch, scale=1.0, prescribe=False, compiled=False, progress=False)
     return float(2.0 ** found.window().low)
 
 

@@ -91,17 +91,24 @@ for using in (jax.value_and_grad, nnx.value_and_grad, equinox.filter_value_and_g
     gs.value_and_grad(loss_fn, state, using=using)
 assert_type(gs.transforms.apply_updates(params, params, state), Weights)
 
-step, aux_step = gs.train_step(loss_fn, tx), gs.train_step(with_aux, tx, has_aux=True)
-assert_type(step(params, state, x), tuple[Weights, Any, jax.Array])
-assert_type(aux_step(params, state, x, x), tuple[Weights, Any, jax.Array, list[int]])
-assert_type(step.lower(params, state, x), jax.stages.Lowered)
-gs.train_step(lambda w: w**2, tx)(x, state)
-partial_step: Any = functools.partial(gs.train_step, tx=tx)
+train_state = gs.TrainState.create(params, optax.sgd(0.1), telemetry=True)
+assert_type(train_state.params, Weights)
+assert_type(train_state.loss_scale, jax.Array)
+assert_type(train_state.applied, jax.Array)
+assert_type(train_state.info, gs.typing.StepInfo)
+assert_type(train_state.replace(step=x), gs.TrainState[Weights])
+assert_type(train_state.apply_gradients(params), gs.TrainState[Weights])
+step, aux_step = gs.train_step(loss_fn), gs.train_step(with_aux, has_aux=True)
+assert_type(step(train_state, x), tuple[gs.TrainState[Weights], jax.Array])
+assert_type(aux_step(train_state, x, x), tuple[gs.TrainState[Weights], jax.Array, list[int]])
+assert_type(step.lower(train_state, x), jax.stages.Lowered)
+gs.train_step(lambda w: w**2)(gs.TrainState.create(x, tx))
+partial_step: Any = functools.partial(gs.train_step, donate=False)
 
 
 def choose(has_aux: bool) -> None:
     gs.value_and_grad(loss_fn, state, has_aux=has_aux)
-    gs.train_step(loss_fn, tx, has_aux=has_aux)
+    gs.train_step(loss_fn, has_aux=has_aux)
 
 
 compiled = gs.optimizers.jit(loss_fn, [w, *opt.variables], donate=True)
@@ -139,10 +146,10 @@ value_and_grad(params, x, pwoer=3.0)  # type: ignore[call-arg]  # pyright: ignor
 value_and_grad(x, x)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 gs.value_and_grad(with_aux, state)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 gs.value_and_grad(loss_fn, state, using=jax.jit)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
-step(params, state)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-step(x, state, x)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-gs.train_step(with_aux, tx)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-gs.train_step(loss_fn, SGD(0.1))  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+step(params, x)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+gs.train_step(loss_fn, SGD(0.1))  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+gs.TrainState.create(params, SGD(0.1))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+gs.TrainState.create(params, optax.sgd(0.1), rule=1024.0)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 compiled(params)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 gs.optimizers.jit(loss_fn, opt)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 gs.optimizers.jit(loss_fn)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

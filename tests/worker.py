@@ -23,7 +23,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import gainstage as gs
 from gainstage import distributed
 from gainstage.optimizers import Adam, LossScaleOptimizer, Variable
-from gainstage.transforms import loss_scale
 
 try:
     import orbax.checkpoint as ocp
@@ -102,29 +101,29 @@ def retried(mesh, steps):
         out = (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
         return jnp.mean((out - x[:, :1]) ** 2)
 
-    tx = gs.loss_scaled(optax.adam(0.01), gs.DynamicLossScale(2.0**40))
-    step = gs.train_step(loss_fn, tx, retries=40)
+    step = gs.train_step(loss_fn, retries=40)
     differentiate = jax.jit(jax.value_and_grad(gs.autocast(loss_fn, loss_scale=2.0**40)))
     w = on_mesh(np.zeros((16, 16), np.float32), whole)
-    opt_state, seen = tx.init(w), []
+    state = gs.TrainState.create(w, optax.adam(0.01), rule=gs.DynamicLossScale(2.0**40))
+    seen = []
     for i in range(steps):
         x = np.random.default_rng(i).normal(size=(16, 16)).astype(np.float32)
         x[-1] *= 2.0 ** (5 * (i % 2))  # on one device alone
         x = on_mesh(x, rows)
-        _, grads = differentiate(w, x)
-        w, opt_state, loss = step(w, opt_state, x)
-        scale = loss_scale(opt_state)
-        seen.append([*map(float, (loss, scale, jnp.abs(grads).max())), bool(opt_state.applied)])
+        _, grads = differentiate(state.params, x)
+        state, loss = step(state, x)
+        numbers = loss, state.loss_scale, jnp.abs(grads).max()
+        seen.append([*map(float, numbers), bool(state.applied)])
     bad = np.ones((16, 16), np.float32)
     bad[-1, -1] = np.nan  # on one device alone
-    bad, after = on_mesh(bad, rows), []
+    w, bad, after = state.params, on_mesh(bad, rows), []
     for retries in (0, 8, 30):
-        tx = gs.loss_scaled(optax.adam(0.01))
-        new, opt_state, _ = gs.train_step(loss_fn, tx, retries=retries)(w + 0, tx.init(w), bad)
+        state = gs.TrainState.create(w + 0, optax.adam(0.01))
+        state, _ = gs.train_step(loss_fn, retries=retries)(state, bad)
         v, opt = Variable(w), LossScaleOptimizer(Adam(0.01))
         opt.minimize(lambda v=v: loss_fn(v.value(), bad), [v], retries=retries)
-        kept = bool((new == w).all() & (v.value() == w).all())
-        after.append([float(loss_scale(opt_state)), float(opt.loss_scale), kept])
+        kept = bool((state.params == w).all() & (v.value() == w).all())
+        after.append([float(state.loss_scale), float(opt.loss_scale), kept])
     return seen, after
 
 
@@ -132,10 +131,9 @@ def recorded(mesh, folder):
     """Ten steps, the seventh of which overflows, with their records and step files in one folder:
     one whose arguments every process holds, and one whose batch is spread over all of them."""
     whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
-    tx = gs.loss_scaled(optax.sgd(0.01), telemetry=True)
-    step = gs.train_step(lambda w, x: jnp.mean((x.astype(jnp.float16) @ w) ** 2) * 1.0, tx)
+    step = gs.train_step(lambda w, x: jnp.mean((x.astype(jnp.float16) @ w) ** 2) * 1.0)
     w = jax.make_array_from_callback((4,), whole, np.full(4, 0.1, np.float16).__getitem__)
-    opt_state, written = tx.init(w), []
+    state, written = gs.TrainState.create(w, optax.sgd(0.01), telemetry=True), []
     records = gs.diagnostics.JsonLines(folder / "run.jsonl")
     recorder = gs.diagnostics.StepRecorder(folder / "bad.npz")
     spread = gs.diagnostics.StepRecorder(folder / "spread.npz")
@@ -144,10 +142,10 @@ def recorded(mesh, folder):
         for n in range(10):
             x = np.full((16, 4), 1e4 if n == 6 else 0.01, np.float32)
             batch = jax.make_array_from_callback(x.shape, rows, x.__getitem__)
-            w, opt_state, loss = step(w, opt_state, batch)
-            info = gs.diagnostics.telemetry(opt_state)
-            records.write(n, info, loss=loss)
-            written.append([recorder.write(n, info, w, x), spread.write(n, info, w, batch)])
+            state, loss = step(state, batch)
+            records.write(n, state.info, loss=loss)
+            args = n, state.info, state.params
+            written.append([recorder.write(*args, x), spread.write(*args, batch)])
     return written, [str(warning.message) for warning in told]
 
 

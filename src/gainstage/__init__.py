@@ -29,8 +29,8 @@ from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.train_step import train_step
 from gainstage.transforms.value_and_grad import value_and_grad
 
-# Imported when they are first used.
-_LAZY = ("compat", "diagnostics", "distributed", "interop")
+_LAZY = ("compat", "diagnostics", "distributed", "interop")  # imported when they are first used
+_WITH_NAMES = ("transforms", "optimizers", "precision", "diagnostics", "distributed", "typing")
 
 if TYPE_CHECKING:
     from gainstage import compat as compat
@@ -46,10 +46,16 @@ else:
         if name == "xray":
             return import_module("gainstage._xray.xray").xray
         advice = ""
-        if name == "GradScaler":
-            advice = ". Wrap the optimizer: tx = gainstage.loss_scaled(tx). See docs/from/torch.md."
+        if name in ("GradScaler", "DynamicScale"):
+            advice = ". Write gainstage.TrainState.create(params, tx), which has the loss scale."
         elif name in ("from_torch", "from_flax"):
             advice = ". It is in gainstage.interop.importers."
+        elif name == "keras":
+            advice = ". It is gainstage.interop.keras."
+        elif not name.startswith("_"):
+            modules = (import_module(f"gainstage.{module}") for module in _WITH_NAMES)
+            found = [module.__name__ for module in modules if name in module.__all__]
+            advice = f". It is {found[0]}.{name}." if found else ""
         raise AttributeError(f"module 'gainstage' has no attribute {name!r}{advice}")
 
 

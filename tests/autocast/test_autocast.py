@@ -604,10 +604,9 @@ def test_an_nnx_model_is_changed_as_in_float32():
     def loss(model, x):
         return jnp.mean(model(x) ** 2)
 
-    tx = gs.loss_scaled(optax.sgd(0.1))
-    state = tx.init(model)
-    step = gs.train_step(gs.autocast(loss), tx)
-    model, state, value = step(model, state, X)
+    state = gs.TrainState.create(model, optax.sgd(0.1))
+    state, value = gs.train_step(gs.autocast(loss))(state, X)
+    model = state.params
     expected, grads = nnx.jit(nnx.value_and_grad(loss))(plain, X)
     assert float(value) == pytest.approx(float(expected), rel=5e-3)
     assert model.norm.mean[...].dtype == jnp.float32

@@ -174,11 +174,10 @@ def test_a_plan_with_float8_trains(plan):
     import optax
 
     def trained(loss):
-        tx = gs.loss_scaled(optax.adam(1e-2))
-        params, step = jax.tree.map(jnp.array, PARAMS), gs.train_step(loss, tx)
-        state = tx.init(params)
+        state = gs.TrainState.create(jax.tree.map(jnp.array, PARAMS), optax.adam(1e-2))
+        step = gs.train_step(loss)
         for number in range(60):
-            params, state, value = step(params, state, *BATCHES[number % 6])
+            state, value = step(state, *BATCHES[number % 6])
         return float(value)
 
     assert trained(gs.autocast(network, plan)) == pytest.approx(trained(network), rel=0.02)

@@ -269,9 +269,8 @@ def test_models_and_aux():
     assert model.layers[1].mean[...] is mean  # measuring changes nothing
     kept = [o for o in plan.operations if o.name == "log1p"]
     assert [(o.dtype, o.reason) for o in kept] == [("float32", "keep_float32, or unused")]
-    tx = gs.loss_scaled(optax.sgd(0.1))
-    step = gs.train_step(gs.autocast(loss, plan), tx, has_aux=True)
-    model, _, value, aux = step(model, tx.init(model), X)
+    state = gs.TrainState.create(model, optax.sgd(0.1))
+    _, value, aux = gs.train_step(gs.autocast(loss, plan), has_aux=True)(state, X)
     assert bool(jnp.isfinite(value))
     assert aux["out"].dtype == jnp.float32
 

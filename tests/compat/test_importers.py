@@ -71,16 +71,15 @@ def test_a_scale_of_a_run_that_accumulated():
     start |= {"growth_interval": 3, "_growth_tracker": 2}
     torch = Scaler(start)
     rule, state = importers.from_torch(start, microbatches=k)
-    tx = gs.loss_scaled(optax.MultiSteps(optax.sgd(0.5), k), rule)
-    w = jnp.ones(2)
-    opt_state = tx.init(w)._replace(rule_state=state)
-    step = gs.train_step(lambda w, x: (w * x).sum(), tx)
+    run = gs.TrainState.create(jnp.ones(2), optax.MultiSteps(optax.sgd(0.5), k), rule=rule)
+    run = run.replace(opt_state=run.opt_state._replace(rule_state=state))
+    step = gs.train_step(lambda w, x: (w * x).sum())
     for window in range(windows):
         for _ in range(k):
-            assert float(loss_scale(opt_state)) == torch.state["scale"] / k, window
-            w, opt_state, _ = step(w, opt_state, 1.0)
+            assert float(run.loss_scale) == torch.state["scale"] / k, window
+            run, _ = step(run, 1.0)
         torch.update()
-        assert int(opt_state.rule_state.good_steps) == torch.state["_growth_tracker"] * k
+        assert int(run.opt_state.rule_state.good_steps) == torch.state["_growth_tracker"] * k
     assert torch.state["scale"] == 4.0**3 * 1024
 
 

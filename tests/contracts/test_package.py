@@ -99,13 +99,13 @@ def test_only_one_file_imports_what_jax_may_move():
 def test_no_module_has_the_name_of_a_function():
     """A public function hides a module of its name: what is in that could not be reached."""
     modules = {path.stem for path in SRC.iterdir() if path.name != "__init__.py"}
-    assert modules & set(gs.__all__) == {"optimizers", "precision", "typing"}  # which are modules
+    assert modules & set(gs.__all__) == {"optimizers", "precision", "transforms", "typing"}
 
 
 # The public classes and functions of the package and its modules, by name.
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (gs, gs.optimizers, gs.optimizers.schedules, gs.precision)
+    for module in (gs, gs.transforms, gs.optimizers, gs.optimizers.schedules, gs.precision)
     for name in module.__all__
     if not inspect.ismodule(getattr(module, name))
 }

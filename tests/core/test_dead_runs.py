@@ -25,11 +25,11 @@ def trained(transformation, donate=True):
     """A function that takes one `train_step`."""
     tx = gs.loss_scaled(optax.sgd(0.1))
     tx = tx if transformation is None else optax.chain(tx, transformation)
-    step, w = gs.train_step(loss_fn, tx, donate=donate), jnp.ones(3)
-    now = [w, tx.init(w)]
+    state, step = gs.TrainState.create(jnp.ones(3), tx), gs.train_step(loss_fn, donate=donate)
 
     def take(x):
-        now[:], _ = (lambda w, state, loss: ((w, state), loss))(*step(*now, x))
+        nonlocal state
+        state, _ = step(state, x)
 
     return take
 
@@ -89,13 +89,12 @@ def test_a_dead_run_says_so_once(loop):
 @pytest.mark.parametrize("rule", [None, gs.DynamicLossScale(2.0**4, min_scale=2.0)], ids=repr)
 def test_a_scale_that_fell_to_its_lowest_is_told_once(rule):
     """If each third step is skipped until the scale is at its lowest, `train_step` says so once."""
-    tx = gs.loss_scaled(optax.sgd(0.1), rule)
-    step, w = gs.train_step(loss_fn, tx), jnp.ones(3)
-    state, lowest = tx.init(w), "2^0" if rule is None else "2^1"
+    state = gs.TrainState.create(jnp.ones(3), optax.sgd(0.1), rule=rule)
+    step, lowest = gs.train_step(loss_fn), "2^0" if rule is None else "2^1"
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for n in range(300):
-            w, state, loss = step(w, state, jnp.float32(np.nan if n % 3 == 2 else 0.0))
+            state, loss = step(state, jnp.float32(np.nan if n % 3 == 2 else 0.0))
             loss.block_until_ready()
     (warning,) = (w for w in found if "lowered the loss scale to its lowest" in str(w.message))
     assert f"its lowest, {lowest}. gainstage.xray" in str(warning.message)
@@ -107,11 +106,10 @@ def test_a_scale_that_fell_to_its_lowest_is_told_once(rule):
 )
 def test_a_scale_that_cannot_fall_is_not_told(rule):
     """A scale that starts at its lowest, or that bad data does not lower, has no such warning."""
-    tx = gs.loss_scaled(optax.sgd(0.1), rule)
-    step, w = gs.train_step(loss_fn, tx), jnp.ones(3)
-    state = tx.init(w)
+    state = gs.TrainState.create(jnp.ones(3), optax.sgd(0.1), rule=rule)
+    step = gs.train_step(loss_fn)
     for n in range(200):  # a warning is an error here
-        w, state, loss = step(w, state, jnp.float32(np.nan if n % 3 == 2 else 0.0))
+        state, loss = step(state, jnp.float32(np.nan if n % 3 == 2 else 0.0))
         loss.block_until_ready()
 
 
@@ -163,13 +161,12 @@ def test_steps_that_the_user_skips_do_not_count():
 
 def test_nothing_large_is_kept_alive():
     """Between two looks, the arrays of earlier steps are freed; only scalars are kept."""
-    tx = gs.loss_scaled(optax.sgd(0.1, momentum=0.9))
-    step, w = gs.train_step(loss_fn, tx, donate=False), jnp.ones(1000)
-    state, earlier = tx.init(w), []
+    state = gs.TrainState.create(jnp.ones(1000), optax.sgd(0.1, momentum=0.9))
+    step, earlier = gs.train_step(loss_fn, donate=False), []
     for _ in range(5):
-        w, state, _ = step(w, state, 1.0)
-        earlier += [weakref.ref(x) for x in (w, *jax.tree.leaves(state)) if x.size > 1]
-    del w, state, _
+        state, _ = step(state, 1.0)
+        earlier += [weakref.ref(x) for x in jax.tree.leaves(state) if x.size > 1]
+    del state, _
     gc.collect()
     assert [x() for x in earlier] == [None] * len(earlier)
 

@@ -75,3 +75,20 @@ def test_the_package_shows_its_public_names(fresh):
 def test_the_version_is_that_of_the_sources(fresh):
     """A checkout that is not installed has a version too, and an installed one has the same."""
     assert fresh["version"] == gs.__version__ == version("gainstage")
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("GradScaler", r"Write gainstage\.TrainState\.create"),
+        ("DynamicScale", r"Write gainstage\.TrainState\.create"),
+        ("LossScaleOptimizer", r"It is gainstage\.optimizers\.LossScaleOptimizer"),
+        ("scale_loss", r"It is gainstage\.transforms\.scale_loss"),
+        ("JsonLines", r"It is gainstage\.diagnostics\.JsonLines"),
+        ("keras", r"It is gainstage\.interop\.keras"),
+    ],
+)
+def test_a_name_that_is_elsewhere_is_said_where(name, place):
+    """Who looks for a name at the top is told its module, or what does its work here."""
+    with pytest.raises(AttributeError, match=place):
+        getattr(gs, name)

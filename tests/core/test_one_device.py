@@ -40,29 +40,37 @@ def told(seen):
     return decisions, [float(info.grad_norm) for info in seen]
 
 
-def optax_loop(take):
-    """Decisions, norms and the last parameters of a loop, whose step `take` makes."""
-    tx = gs.loss_scaled(optax.sgd(RATE, 0.5), telemetry=True)
+def values(params):
+    return {name: np.asarray(value).tolist() for name, value in params.items()}
+
+
+def train_step():
+    """Decisions, norms and the last parameters of a loop of one call."""
     params = jax.tree.map(jnp.asarray, start())
-    opt_state, step, seen = tx.init(params), take(tx), []
+    state = gs.TrainState.create(params, optax.sgd(RATE, 0.5), telemetry=True)
+    step, seen = gs.train_step(loss_fn), []
     for x in batches():
-        params, opt_state, _ = step(params, opt_state, x)
-        seen.append(telemetry(opt_state))
-    return [*told(seen), {name: np.asarray(value).tolist() for name, value in params.items()}]
+        state, _ = step(state, x)
+        seen.append(state.info)
+    return [*told(seen), values(state.params)]
 
 
-def one_call(tx):
-    return gs.train_step(loss_fn, tx)
+def three_calls():
+    """The same loop of bricks."""
+    tx = gs.loss_scaled(optax.sgd(RATE, 0.5), telemetry=True)
 
-
-def three_calls(tx):
     @jax.jit
     def step(params, opt_state, x):
         loss, grads = gs.value_and_grad(loss_fn, opt_state)(params, x)
         updates, opt_state = tx.update(grads, opt_state, params)
         return gs.transforms.apply_updates(params, updates, opt_state), opt_state, loss
 
-    return step
+    params = jax.tree.map(jnp.asarray, start())
+    opt_state, seen = tx.init(params), []
+    for x in batches():
+        params, opt_state, _ = step(params, opt_state, x)
+        seen.append(telemetry(opt_state))
+    return [*told(seen), values(params)]
 
 
 def variables():
@@ -71,17 +79,13 @@ def variables():
     opt = gs.optimizers.LossScaleOptimizer(SGD(RATE, 0.5), telemetry=True)
     seen = []
     for x in batches():
-        values = lambda: {name: v.value() for name, v in params.items()}  # noqa: E731
-        opt.minimize(lambda x=x, values=values: loss_fn(values(), x), list(params.values()))
+        now = lambda: {name: v.value() for name, v in params.items()}  # noqa: E731
+        opt.minimize(lambda x=x, now=now: loss_fn(now(), x), list(params.values()))
         seen.append(telemetry(opt))
-    return [*told(seen), {name: v.numpy().tolist() for name, v in params.items()}]
+    return [*told(seen), values(params)]
 
 
-WAYS = {
-    "train_step": lambda: optax_loop(one_call),
-    "three calls": lambda: optax_loop(three_calls),
-    "minimize": variables,
-}
+WAYS = {"train_step": train_step, "three calls": three_calls, "minimize": variables}
 
 
 @pytest.fixture(scope="module")

@@ -41,8 +41,7 @@ def loop():
 
 def train_step():
     """`gs.train_step` with a scaled Adam."""
-    tx = gs.loss_scaled(optax.adam(0.1))
-    return gs.train_step(loss_fn, tx), (PARAMS, tx.init(PARAMS), X)
+    return gs.train_step(loss_fn), (gs.TrainState.create(PARAMS, optax.adam(0.1)), X)
 
 
 def minimize():

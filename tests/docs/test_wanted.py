@@ -13,7 +13,6 @@ import pytest
 from docs.test_docs import BLOCK, DOCS
 
 import gainstage as gs
-from gainstage.transforms import loss_scale, step_was_applied
 
 pytestmark = pytest.mark.repo
 
@@ -36,9 +35,8 @@ def page_scope():
 
 @pytest.fixture
 def scope(page_scope):
-    """A copy of these names for one answer, whose arrays a step may donate."""
-    names = {name: page_scope[name] for name in ("params", "opt_state")}
-    return page_scope | jax.tree.map(jnp.copy, names)
+    """A copy of these names for one answer, which may assign them."""
+    return dict(page_scope)
 
 
 def value_of(code, scope):
@@ -111,11 +109,10 @@ def names_the_product_and_a_scale(xray, scope):
     assert xray.window()[1] < 20
 
 
-def clips_true_gradients(tx, scope):
+def clips_true_gradients(state, scope):
     def norm_of_update(size):
-        params = jnp.zeros(4)
-        step = gs.train_step(lambda w: size * w.sum(), tx)
-        return float(jnp.linalg.norm(step(params, tx.init(params))[0]))
+        step = gs.train_step(lambda w: size * w.sum(), donate=False)
+        return float(jnp.linalg.norm(step(state)[0].params))
 
     assert norm_of_update(100.0) == pytest.approx(1.0)
     assert norm_of_update(0.25) == pytest.approx(0.5)
@@ -123,19 +120,20 @@ def clips_true_gradients(tx, scope):
 
 def tells_and_schedules_wait(value, scope):
     assert value
-    tx = gs.loss_scaled(optax.sgd(optax.linear_schedule(1.0, 0.0, 10)))
-    params, step = scope["params"], gs.train_step(scope["half"], tx)
-    bad = step(params, tx.init(params), jnp.nan * scope["x"], scope["y"])[1]
-    assert not step_was_applied(bad)
-    assert optax.tree.get(bad, "count") == 0
+    tx = optax.sgd(optax.linear_schedule(1.0, 0.0, 10))
+    state = gs.TrainState.create(scope["params"], tx)
+    bad, _ = scope["step"](state, jnp.nan * scope["x"], scope["y"])
+    assert not bad.applied
+    assert optax.tree.get(bad.opt_state, "count") == 0
 
 
 def has_true_float32_gradients(value, scope):
     half = {"w": scope["w"]}
     exact = jax.grad(scope["loss_fn"])(half, scope["x"], scope["y"])
-    assert value[1]["w"].dtype == "float32"
+    _, _, grads = value
+    assert grads["w"].dtype == "float32"
     assert exact["w"].dtype == "float16"
-    np.testing.assert_allclose(value[1]["w"], exact["w"], rtol=1e-2)
+    np.testing.assert_allclose(grads["w"], exact["w"], rtol=1e-2)
 
 
 def are_unchanged(w, scope):
@@ -145,47 +143,44 @@ def are_unchanged(w, scope):
 
 def is_an_array_that_jit_reads(value, scope):
     assert isinstance(value, jax.Array)
-    assert value == jax.jit(loss_scale)(scope["opt_state"]) == 2.0**15
+    assert value == jax.jit(lambda state: state.loss_scale)(scope["state"]) == 2.0**15
 
 
-def leaves_a_bad_microbatch_out(tx, scope):
-    params = jnp.zeros(2)
-    state, step = tx.init(params), gs.train_step(lambda w, x: (w * x).sum(), tx)
+def leaves_a_bad_microbatch_out(state, scope):
+    step = gs.train_step(lambda w, x: (w * x).sum())
     for gradient in (1.0, jnp.nan, 3.0):
-        params, state, _ = step(params, state, gradient)
-    np.testing.assert_array_equal(params, [-2.0, -2.0])  # minus the mean of 1 and 3
-    assert loss_scale(state) == 2.0**14
+        state, _ = step(state, gradient)
+    np.testing.assert_array_equal(state.params, [-2.0, -2.0])  # minus the mean of 1 and 3
+    assert state.loss_scale == 2.0**14
 
 
 def have_scales_of_their_own(states, scope):
     nan = jnp.nan * scope["x"]
-    states["generator"] = scope["step"](scope["params"], states["generator"], nan, scope["y"])[1]
-    after = {name: float(loss_scale(state)) for name, state in states.items()}
+    states["generator"], _ = scope["step"](states["generator"], nan, scope["y"])
+    after = {name: float(state.loss_scale) for name, state in states.items()}
     assert after == {"generator": 2.0**14, "discriminator": 2.0**15}
 
 
 def is_the_same_bit_for_bit(value, scope):
-    before = scope["params"], scope["opt_state"]
-    assert jax.tree.structure(value) == jax.tree.structure(before)
-    jax.tree.map(np.testing.assert_array_equal, value, before)
-    assert loss_scale(value) == 2.0**15
+    assert jax.tree.structure(value) == jax.tree.structure(scope["state"])
+    jax.tree.map(np.testing.assert_array_equal, value, scope["state"])
+    assert value.loss_scale == 2.0**15
 
 
 def is_sharded_and_skips_together(value, scope):
-    params, state, _ = value
-    assert params["w"].sharding == scope["sharded"]
-    assert step_was_applied(state)
-    before = np.asarray(params["w"])
+    state, _ = value
+    assert state.params["w"].sharding == scope["sharded"]
+    assert state.applied
     bad = scope["x"].at[0].set(jnp.nan)  # on one device
-    params, state, _ = scope["step"](params, state, bad, scope["y"])
-    assert not step_was_applied(state)
-    np.testing.assert_array_equal(params["w"], before)
+    after, _ = scope["step"](state, bad, scope["y"])
+    assert not after.applied
+    np.testing.assert_array_equal(after.params["w"], state.params["w"])
 
 
-def doubles_after_400_steps(step, scope):
-    params, state = scope["params"], scope["opt_state"]
-    state = state._replace(rule_state=state.rule_state._replace(good_steps=jnp.int32(399)))
-    assert loss_scale(step(params, state, scope["x"], scope["y"])[1]) == 2.0**16
+def doubles_after_400_steps(state, scope):
+    rule_state = state.opt_state.rule_state._replace(good_steps=jnp.int32(399))
+    state = state.replace(opt_state=state.opt_state._replace(rule_state=rule_state))
+    assert scope["step"](state, scope["x"], scope["y"])[0].loss_scale == 2.0**16
 
 
 EXPECTED = {

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 import gainstage as gs
-from gainstage.diagnostics import JsonLines, StepRecorder, telemetry
+from gainstage.diagnostics import JsonLines, StepRecorder
 from gainstage.optimizers import SGD
 from gainstage.precision import tune
 
@@ -40,16 +40,16 @@ def loss_fn(params, x):
 
 def recorded(folder):
     """A run of three steps, the last one skipped: its record and its step file."""
-    tx = gs.loss_scaled(optax.sgd(0.01), gs.DynamicLossScale(2.0**4), telemetry=True)
-    take = gs.train_step(loss_fn, tx)
+    rule = gs.DynamicLossScale(2.0**4)
     params = {"w": jnp.ones(3)}
-    opt_state, recorder = tx.init(params), StepRecorder(folder / "step.npz")
+    state = gs.TrainState.create(params, optax.sgd(0.01), rule=rule, telemetry=True)
+    take, recorder = gs.train_step(loss_fn), StepRecorder(folder / "step.npz")
     with JsonLines(folder / "run.jsonl") as record:
         for n, size in enumerate([0.5, 0.25, 40.0]):
             x = jnp.full((2, 3), size)
-            params, opt_state, loss = take(params, opt_state, x)
-            record.write(n, telemetry(opt_state), loss=loss)
-            recorder.write(n, telemetry(opt_state), params, x)
+            state, loss = take(state, x)
+            record.write(n, state.info, loss=loss)
+            recorder.write(n, state.info, state.params, x)
 
 
 def model():

@@ -694,24 +694,23 @@ def test_a_train_step_decides_in_one_collective():
     changes no parameter."""
     mesh = mesh_of((4, 2))
     specs = [PartitionSpec("data", "model"), PartitionSpec(None, "model"), PartitionSpec()]
-    tx = gs.loss_scaled(optax.adam(0.1))
     params = [jax.device_put(jnp.ones((8, 64)), NamedSharding(mesh, spec)) for spec in specs]
 
     def loss(params, x):
         return sum((x * p).sum() for p in params)
 
-    step, state = gs.train_step(loss, tx), tx.init(params)
-    text = step.lower(params, state, 2.0).compile().as_text()
+    step, state = gs.train_step(loss), gs.TrainState.create(params, optax.adam(0.1))
+    text = step.lower(state, 2.0).compile().as_text()
     assert re.findall(r"= (\S+) all-reduce\(", text) == ["f32[]", "f32[1]{0}"]
     assert not re.findall(r"all-gather|all-to-all|collective-permute|reduce-scatter", text)
     before = [np.asarray(p) for p in params]
-    params, state, _ = step(params, state, np.inf)
-    assert not gs.transforms.step_was_applied(state)
-    assert [p.sharding.spec for p in params] == specs
-    for old, new in zip(before, params, strict=True):
+    state, _ = step(state, np.inf)
+    assert not state.applied
+    assert [p.sharding.spec for p in state.params] == specs
+    for old, new in zip(before, state.params, strict=True):
         np.testing.assert_array_equal(old, new)
-    params, state, _ = step(params, state, 2.0)
-    for new in params:
+    state, _ = step(state, 2.0)
+    for new in state.params:
         np.testing.assert_allclose(new, 0.9, rtol=1e-5)
 
 

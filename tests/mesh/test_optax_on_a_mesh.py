@@ -14,7 +14,7 @@ from compilations import compilations
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
-from gainstage.transforms import apply_updates, step_was_applied
+from gainstage.transforms import apply_updates
 
 AXES = [AxisType.Auto, AxisType.Explicit]
 KINDS = pytest.mark.parametrize("kind", AXES, ids=str)
@@ -78,9 +78,9 @@ def shardings_in(tree, replicated):
     return [s if isinstance(s, NamedSharding) else replicated for s in found]
 
 
-def sharded_slots(state, sharding):
-    """A state whose larger arrays a user has sharded."""
-    return jax.tree.map(lambda x: jax.device_put(x, sharding) if x.size >= 64 else x, state)
+def sharded_slots(opt_state, sharding):
+    """A state of an optimizer whose larger arrays a user has sharded."""
+    return jax.tree.map(lambda x: jax.device_put(x, sharding) if x.size >= 64 else x, opt_state)
 
 
 def bytes_on_one(tree):
@@ -104,53 +104,49 @@ def test_arrays_keep_their_shardings(make, kind):
     """Sharded weights, a scalar on one device and any state come back as they came; all steps run
     one program."""
     replicated, sharded = on_mesh(kind)
-    tx = make()
-    params = params_on(sharded)
     with jax.set_mesh(replicated.mesh):  # the init of adafactor needs it on Explicit axes
-        state = tx.init(params)
-    step = gs.train_step(loss_on(replicated), tx, has_aux=True)
-    before = shardings_in((params, state), replicated)
+        state = gs.TrainState.create(params_on(sharded), make())
+    step = gs.train_step(loss_on(replicated), has_aux=True)
+    before = shardings_in(state, replicated)
     for number, factor in enumerate((1.0, np.inf, 1.0, 1.0)):
         batch = factor * batch_on(sharded)
         with compilations() as compiled:
-            params, state, _, _ = step(params, state, batch)
-        assert step_was_applied(state) == np.isfinite(factor)
+            state, _, _ = step(state, batch)
+        assert state.applied == np.isfinite(factor)
         assert number == 0 or compiled == []
-    assert shardings_in((params, state), replicated) == before
+    assert shardings_in(state, replicated) == before
 
 
 @KINDS
 def test_a_sharded_state_does_not_shard_the_weights(kind):
     """Replicated weights stay so if the user has sharded the optimizer's state."""
     replicated, sharded = on_mesh(kind)
-    tx = gs.loss_scaled(optax.adam(0.1))
-    params = params_on(replicated)
-    state = sharded_slots(tx.init(params), sharded)
-    step = gs.train_step(loss_on(replicated), tx, has_aux=True)
+    state = gs.TrainState.create(params_on(replicated), optax.adam(0.1))
+    state = state.replace(opt_state=sharded_slots(state.opt_state, sharded))
+    step = gs.train_step(loss_on(replicated), has_aux=True)
     batch = batch_on(sharded)
-    params, state, _, _ = step(params, state, batch)
+    state, _, _ = step(state, batch)
     with compilations() as compiled:
         for _ in range(2):
-            params, state, _, _ = step(params, state, batch)
+            state, _, _ = step(state, batch)
     assert compiled == []
-    assert shardings_in(params, replicated) == [replicated] * 3
-    assert state.inner[0].mu["w"].sharding == sharded
+    assert shardings_in(state.params, replicated) == [replicated] * 3
+    assert state.opt_state.inner[0].mu["w"].sharding == sharded
 
 
 def test_params_on_no_device_in_particular_follow_the_batch():
     """A sharded batch puts them on its mesh, replicated, and all steps run one program."""
     replicated, sharded = on_mesh(AxisType.Auto)
-    tx = gs.loss_scaled(optax.adam(0.1))
     params = jax.tree.map(jnp.asarray, jax.device_get(params_on(replicated)))
-    state = tx.init(params)
-    step = gs.train_step(loss_on(replicated), tx, has_aux=True)
+    state = gs.TrainState.create(params, optax.adam(0.1))
+    step = gs.train_step(loss_on(replicated), has_aux=True)
     batch = batch_on(sharded)
-    params, state, _, _ = step(params, state, batch)
+    state, _, _ = step(state, batch)
     with compilations() as compiled:
         for _ in range(2):
-            params, state, _, _ = step(params, state, batch)
+            state, _, _ = step(state, batch)
     assert compiled == []
-    assert {x.sharding for x in jax.tree.leaves((params, state))} == {replicated}
+    assert {x.sharding for x in jax.tree.leaves(state)} == {replicated}
 
 
 @pytest.mark.as_users
@@ -158,10 +154,9 @@ def test_params_on_no_device_in_particular_follow_the_batch():
 def test_a_step_in_a_program_takes_the_same_steps(kind):
     """Inside `jax.jit`, where arrays name no sharding, the numbers are the same."""
     replicated, sharded = on_mesh(kind)
-    tx = gs.loss_scaled(optax.sgd(0.1))
-    params, x = params_on(replicated, replicated), batch_on(sharded)
-    step = gs.train_step(loss_on(replicated), tx, has_aux=True, donate=False)
-    inside, outside = jax.jit(step)(params, tx.init(params), x), step(params, tx.init(params), x)
+    state = gs.TrainState.create(params_on(replicated, replicated), optax.sgd(0.1))
+    step, x = gs.train_step(loss_on(replicated), has_aux=True, donate=False), batch_on(sharded)
+    inside, outside = jax.jit(step)(state, x), step(state, x)
     for one, other in zip(*map(jax.tree.leaves, (inside, outside)), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -211,9 +206,10 @@ def test_a_step_adds_no_collective(weights, slots, kind):
         out = jax.tree.map(lambda x: x.sharding, (params, state))
         return counted(jax.jit(step, out_shardings=(*out, None, None)).lower(params, state, x))
 
-    state = tx.init(params)
-    state = sharded_slots(state, sharded) if slots == "sharded" else state
-    ours = counted(gs.train_step(loss, tx, has_aux=True).lower(params, state, x))
+    state = gs.TrainState.create(params, tx)
+    if slots == "sharded":
+        state = state.replace(opt_state=sharded_slots(state.opt_state, sharded))
+    ours = counted(gs.train_step(loss, has_aux=True).lower(state, x))
     assert ours <= by_hand(written_out, tx.init)
     more = ours - by_hand(plain, inner.init)
     by_xla = (kind, weights, slots) == (AxisType.Auto, "replicated", "sharded")
@@ -250,20 +246,18 @@ def test_divided_state_takes_the_same_steps(name, kind):
     }
     runs = []
     for over in ({}, {"shard_state_over": "data"}):
-        tx = transformations[name](**over)
-        params = params_on(replicated)
-        state = tx.init(params)
-        step, losses = gs.train_step(loss_on(replicated), tx, has_aux=True), []
+        state = gs.TrainState.create(params_on(replicated), transformations[name](**over))
+        step, losses = gs.train_step(loss_on(replicated), has_aux=True), []
         for i in range(8):
             factor = np.inf if i in (2, 5) else 1.0 / (i + 1)
             batch = factor * batch_on(sharded)
             with compilations() as compiled:
-                params, state, loss, _ = step(params, state, batch)
+                state, loss, _ = step(state, batch)
             assert i == 0 or compiled == []
-            assert step_was_applied(state) == np.isfinite(factor)
-            assert shardings_in(params, replicated) == [replicated] * 3
+            assert state.applied == np.isfinite(factor)
+            assert shardings_in(state.params, replicated) == [replicated] * 3
             losses.append(loss)
-        runs.append((bytes_on_one(state), jax.device_get((params, state, losses))))
+        runs.append((bytes_on_one(state.opt_state), jax.device_get((state, losses))))
     (whole, expected), (part, got) = runs
     for one, other in zip(*map(jax.tree.leaves, (expected, got)), strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
@@ -278,15 +272,13 @@ def test_divided_state_with_a_norm_takes_the_same_steps_but_for_rounding(kind):
     runs = []
     for over in (None, "data"):
         clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))
-        tx = gs.loss_scaled(clipped, shard_state_over=over)
-        params = params_on(replicated)
-        state, losses = tx.init(params), []
-        step = gs.train_step(loss_on(replicated), tx, has_aux=True)
+        state = gs.TrainState.create(params_on(replicated), clipped, shard_state_over=over)
+        step, losses = gs.train_step(loss_on(replicated), has_aux=True), []
         for i in range(8):
             factor = np.inf if i == 2 else 1.0 / (i + 1)
-            params, state, loss, _ = step(params, state, factor * batch_on(sharded))
+            state, loss, _ = step(state, factor * batch_on(sharded))
             losses.append(loss)
-        runs.append(jax.device_get((params, losses)))
+        runs.append(jax.device_get((state.params, losses)))
     for one, other in zip(*map(jax.tree.leaves, runs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
@@ -325,20 +317,19 @@ def test_divided_state_is_divided_again_when_it_is_loaded_whole(place, kind):
     """The state of `shard_state_over` that comes from a file takes an eighth of the memory again,
     in the same step or in a new one, and the run goes on bit for bit."""
     replicated, sharded = on_mesh(kind)
-    tx = gs.loss_scaled(optax.adam(0.1), shard_state_over="data")
-    step, params = gs.train_step(loss_on(replicated), tx, has_aux=True), params_on(replicated)
-    now = params, tx.init(params)
+    step = gs.train_step(loss_on(replicated), has_aux=True)
+    now = gs.TrainState.create(params_on(replicated), optax.adam(0.1), shard_state_over="data")
     for _ in range(2):
-        now = step(*now, batch_on(sharded))[:2]
-    size, file = bytes_on_one(now[1]), pickle.dumps(jax.device_get(now))
+        now, _, _ = step(now, batch_on(sharded))
+    size, file = bytes_on_one(now.opt_state), pickle.dumps(jax.device_get(now))
     for _ in range(2):
-        now = step(*now, batch_on(sharded))[:2]
-    for again in (step, gs.train_step(loss_on(replicated), tx, has_aux=True)):
-        back = pickle.loads(file)
+        now, _, _ = step(now, batch_on(sharded))
+    for again in (step, gs.train_step(loss_on(replicated), has_aux=True)):
+        back = pickle.loads(file).replace(tx=now.tx)
         back = back if place == "host" else jax.device_put(back, replicated)
         for _ in range(2):
-            back = again(*back, batch_on(sharded))[:2]
-            assert bytes_on_one(back[1]) == size
+            back, _, _ = again(back, batch_on(sharded))
+            assert bytes_on_one(back.opt_state) == size
         for one, other in zip(*map(jax.tree.leaves, (now, back)), strict=True):
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
@@ -380,3 +371,16 @@ def test_axes_to_divide_state_over_are_checked():
         gs.loss_scaled(optax.adam(0.1), shard_state_over="model").init(params)
     with pytest.raises(ValueError, match=r"'data' needs a mesh.*jax.device_put\(value"):
         gs.loss_scaled(optax.adam(0.1), shard_state_over="data").init(jnp.ones(8))
+
+
+@pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit])
+def test_all_of_a_train_state_lies_on_the_mesh_of_its_parameters(axis):
+    """So each array can be put back where it lay, as a checkpoint does, and training goes on."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis,))
+    weights = jax.device_put(jnp.ones(8), NamedSharding(mesh, PartitionSpec()))
+    state = gs.TrainState.create(weights, optax.adam(0.1), extra={"mean": 0.0}, telemetry=True)
+    assert {len(x.devices()) for x in jax.tree.leaves(state)} == {8}
+    again = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), state)
+    step = gs.train_step(lambda w, extra, x: ((w * x).sum(), {"mean": extra["mean"] + x}))
+    state, loss = step(again, 1.0)
+    assert (float(loss), int(state.step), float(state.extra["mean"])) == (8.0, 1, 1.0)

@@ -1,10 +1,9 @@
 """The table of misuses: a name, which of the three it is, what is said, and the code."""
 
 STEP = """
-tx = {tx}
-state, step = tx.init(w), gs.train_step(plain, tx)
+state, step = gs.TrainState.create(w, {tx}), gs.train_step(plain)
 for x in ({batches}):
-    w, state, loss = step(w, state, x)
+    state, loss = step(state, x)
 """
 # Transformations of which `train_step` and `value_and_grad` see that they could hide an overflow.
 AROUND = {
@@ -71,8 +70,8 @@ gs.value_and_grad(plain, tx.init(w))(w)
 }  # fmt: skip
 CASES |= {
     f"{name}, a bad batch": ("works", "", STEP.format(tx=tx, batches="1.0, NAN, 1.0, jnp.inf") + """
-assert jnp.isfinite(w).all() and (w < 1.0).all(), w
-assert jnp.isfinite(gs.transforms.loss_scale(state)), state
+assert jnp.isfinite(state.params).all() and (state.params < 1.0).all(), state.params
+assert jnp.isfinite(state.loss_scale), state
 """)
     for name, tx in FINE.items()
 }  # fmt: skip
@@ -83,14 +82,14 @@ gs.value_and_grad(plain, tx.init(pair))(pair.fast)
 """),
     "lookahead inside": ("works", "", """
 pair, tx = optax.LookaheadParams.init_synced(w), gs.loss_scaled(optax.lookahead(sgd, 3, 0.5))
-state, step = tx.init(pair), gs.train_step(lambda p, x: plain(p.fast, x), tx)
+state = tx.init(pair)
 step = jax.jit(lambda p, s, x: tx.update(gs.value_and_grad(plain, s)(p.fast, x)[1], s, p))
 for x in (1.0, NAN, 1.0): updates, state = step(pair, state, x); pair = gs.transforms.apply_updates(pair, updates, state)
 assert (pair.fast < 1).all() and state.inner.steps_since_sync == 2
 """),
     # ── two scales, or none ──────────────────────────────────────────────────────────────────
     "a scaled loss in train_step": ("refused", "two scales", """
-gs.train_step(gs.autocast(plain, loss_scale=2.0**15), gs.loss_scaled(sgd))
+gs.train_step(gs.autocast(plain, loss_scale=2.0**15))
 """),
     "a scaled loss in value_and_grad": ("refused", "two scales", """
 gs.value_and_grad(gs.autocast(plain, loss_scale=2.0**15), gs.loss_scaled(sgd).init(w))
@@ -103,7 +102,7 @@ tx = optax.multi_transform({'a': gs.loss_scaled(sgd), 'b': gs.loss_scaled(sgd)},
 gs.transforms.loss_scale(tx.init({'x': w, 'y': w}))
 """),
     "no loss_scaled at all": ("refused", "Wrap the transformation", """
-gs.train_step(plain, sgd)(w, sgd.init(w))
+gs.train_step(plain)(gs.TrainState.create(w, sgd).replace(opt_state=sgd.init(w)))
 """),
     "a wrapper in a wrapper": ("refused", "LossScaleOptimizer", """
 gs.optimizers.LossScaleOptimizer(gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()))
@@ -268,21 +267,21 @@ gs.loss_scaled(sgd).init({"a": nnx.Linear(4, 1, rngs=nnx.Rngs(0))})
 """),
     "a list of NNX models that is a model": ("works", "", """
 m = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0))])
-tx = gs.loss_scaled(sgd); state = tx.init(m)
-m, state, _ = gs.train_step(lambda m, x: jnp.mean(m[1](m[0](x))), tx)(m, state, X)
-assert float(jnp.abs(m[1].mean[...]).max()) > 0
+step = gs.train_step(gs.autocast(lambda m, x: jnp.mean(m[1](m[0](x)))))
+state, _ = step(gs.TrainState.create(m, sgd), X)
+assert float(jnp.abs(state.params[1].mean[...]).max()) > 0
 """),
     "a BatchNorm that a loss closes over": ("refused", "Pass that object as an argument", """
 norm, m = nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-tx = gs.loss_scaled(sgd); gs.train_step(lambda m, x: jnp.mean(norm(m(x))), tx)(m, tx.init(m), X)
+gs.train_step(lambda m, x: jnp.mean(norm(m(x))))(gs.TrainState.create(m, sgd), X)
 """),
     "the same under autocast": ("refused", "Pass that object as an argument", """
 norm, m = nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(0))
 nnx.grad(gs.autocast(lambda m, x: jnp.mean(norm(m(x)))))(m, X)
 """),
     "train_step inside of pmap": ("warns", "sharded over a mesh", """
-tx = gs.loss_scaled(sgd); each = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * 2), tree)
-jax.pmap(gs.train_step(plain, tx))(each(w), each(tx.init(w)), jnp.ones(2))
+state = jax.tree.map(lambda x: jnp.stack([x] * 2), gs.TrainState.create(w, sgd))
+jax.pmap(gs.train_step(plain))(state, jnp.ones(2))
 """),
     "apply without scale_loss": ("warns", "no loss was multiplied", """
 v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD())
@@ -461,8 +460,8 @@ tx = gs.loss_scaled(sgd); state = tx.init(w)
 assert jnp.isfinite(gs.transforms.scale_loss(jnp.float16(1000.0), state))
 """),
     "a state that was cast to half precision": ("refused", "got bfloat16.*inner=jax", """
-tx = gs.loss_scaled(optax.adam(0.1)); state = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tx.init(w))
-gs.train_step(plain, tx)(w, state)
+state = gs.TrainState.create(w, optax.adam(0.1))
+gs.train_step(plain)(jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
 """),
     "a state of which the numbers were cast to float16": ("refused", "got float16.*inner=jax", """
 tx = gs.loss_scaled(optax.adam(0.1))
@@ -525,8 +524,8 @@ tx, other = gs.loss_scaled(sgd), gs.loss_scaled(sgd, gs.AdaptiveLossScale())
 tx.update(w, other.init(w), w)
 """),
     "a number as the state of the rule": ("refused", "_replace\\(scale=jnp.float32\\(scale\\)", """
-tx = gs.loss_scaled(sgd); state = tx.init(w)._replace(rule_state=1024.0)
-gs.train_step(plain, tx)(w, state)
+state = gs.TrainState.create(w, sgd)
+gs.train_step(plain)(state.replace(opt_state=state.opt_state._replace(rule_state=1024.0)))
 """),
     "a number as the state of the rule, in update": ("refused", "got a float. For another scale", """
 tx = gs.loss_scaled(sgd); tx.update(w, tx.init(w)._replace(rule_state=1024.0), w)
@@ -539,23 +538,45 @@ gs.value_and_grad(plain, state)(w)
 from gainstage.interop import importers
 tx = gs.loss_scaled(sgd); importers.load_into(tx.init(w), gs.DynamicLossScale().init())
 """),
-    "the transformation before the loss": ("refused", "the loss first; got GradientTransformation", """
-gs.train_step(gs.loss_scaled(sgd), plain)
+    "a transformation for the loss": ("refused", "a function for loss_fn; got GradientTransformation", """
+gs.train_step(gs.loss_scaled(sgd))
 """),
-    "a batch by name": ("refused", "step\\(params, opt_state, x\\)", """
-tx = gs.loss_scaled(sgd); gs.train_step(lambda w, x: plain(w, x), tx)(w, tx.init(w), x=1.0)
+    "the transformation before the parameters": ("refused", "GradientTransformation for tx", """
+gs.TrainState.create(sgd, w)
 """),
-    "integers among the parameters": ("refused", "floating parameters; got int32 for `params\\['n'\\]`", """
-tx = gs.loss_scaled(sgd); params = {'w': w, 'n': jnp.arange(3)}; state = tx.init(params)
-gs.train_step(lambda p: plain(p['w']), tx)(params, state)
+    "a train state that a compiled step closes over": ("warns", "is a constant of a compiled function", """
+state = gs.TrainState.create(w, sgd)
+@jax.jit
+def step(x):
+    loss, extra, grads = state.value_and_grad(lambda w, x: plain(w, x))(x)
+    return state.apply_gradients(grads, extra)
+for _ in range(2): after = step(1.0)
+"""),
+    "gradients of a train state divided again": ("warns", "divided by the loss scale again", """
+@jax.jit
+def step(state, x):
+    loss, extra, grads = state.value_and_grad(lambda w, x: plain(w, x))(x)
+    return state.apply_gradients(grads / state.loss_scale, extra)
+step(gs.TrainState.create(w, sgd), 1.0)
+"""),
+    "an old train state after a step that donates": ("refused", "`state.params` was donated", """
+old, step = gs.TrainState.create(w, sgd), gs.train_step(lambda w, x: plain(w, x))
+new, loss = step(old, 1.0); step(old, 1.0)
+"""),
+    "a batch by name": ("refused", "step\\(state, x\\)", """
+gs.train_step(lambda w, x: plain(w, x))(gs.TrainState.create(w, sgd), x=1.0)
+"""),
+    "integers among the parameters": ("refused", "floating parameters; got int32 for `state.params\\['n'\\]`", """
+state = gs.TrainState.create({'w': w, 'n': jnp.arange(3)}, sgd)
+gs.train_step(lambda p: plain(p['w']))(state)
 """),
     "the state of other parameters": ("refused", "other parameters", """
 tx = gs.loss_scaled(optax.adam(0.1))
 tx.update({'w': w}, tx.init({'v': w}), {'w': w})
 """),
     "a donated argument": ("refused", "donate=False", """
-tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
-step(w, state); step(w, state)
+state, step = gs.TrainState.create(w, sgd), gs.train_step(plain)
+step(state); step(state)
 """),
     "no parameters for init": ("refused", "arrays in params", """
 gs.loss_scaled(sgd).init({'w': w, 'activation': jax.nn.relu})
@@ -586,7 +607,7 @@ gs.AdaptiveLossScale(init_scale=8.0)
     "a name of nobody": ("refused", "no argument 'factor'. Its arguments are", """
 gs.DynamicLossScale(factor=2.0)
 """),
-    "torch's scaler": ("refused", "no attribute 'GradScaler'. Wrap the optimizer", """
+    "torch's scaler": ("refused", "no attribute 'GradScaler'. Write gainstage.TrainState", """
 gs.GradScaler()
 """),
     "an importer as a name of the package": ("refused", "It is in gainstage.interop.importers", """
@@ -605,27 +626,26 @@ gs.DynamicLossScale(min_scale=8.0, max_scale=4.0)
 gs.DynamicLossScale().update([w])
 """),
     "a fixed scale that is loaded": ("works", "", """
-tx, new = (gs.loss_scaled(sgd, gs.FixedLossScale(s)) for s in (2.0**40, 64.0))
-state = tx.init(w); _, state, _ = gs.train_step(plain, new)(w, state)
-assert gs.transforms.loss_scale(state) == 64
+old, new = (gs.TrainState.create(w, sgd, rule=gs.FixedLossScale(s)) for s in (2.0**40, 64.0))
+state, _ = gs.train_step(plain)(new.replace(opt_state=old.opt_state))
+assert state.loss_scale == 64
 """),
     "a first step that overflows 100 times": ("works", "", """
-tx = gs.loss_scaled(sgd, gs.DynamicLossScale(2.0**120)); state = tx.init(W)
-step = gs.train_step(half, tx, retries=120)
-W, state, loss = step(W, state, X)
-assert gs.transforms.step_was_applied(state) and gs.transforms.loss_scale(state) < 2.0**20
+state = gs.TrainState.create(W, sgd, rule=gs.DynamicLossScale(2.0**120))
+state, loss = gs.train_step(half, retries=120)(state, X)
+assert state.applied and state.loss_scale < 2.0**20
 """),
     # ── retries ──────────────────────────────────────────────────────────────────────────────
     "retries with NaN data": ("works", "", """
-tx = gs.loss_scaled(sgd, telemetry=True); state = tx.init(w)
-w, state, _ = gs.train_step(plain, tx, retries=30)(w, state, NAN)
-assert gs.transforms.loss_scale(state) == 2.0**14 and gs.diagnostics.telemetry(state).skipped_steps == 1
+state = gs.TrainState.create(w, sgd, telemetry=True)
+state, _ = gs.train_step(plain, retries=30)(state, NAN)
+assert state.loss_scale == 2.0**14 and state.info.skipped_steps == 1
 """),
     "retries with a fixed scale": ("warns", "leave `retries` out", """
 calls = []
 def loss(w, x): jax.debug.callback(calls.append, x); return half(w, x)
-tx = gs.loss_scaled(sgd, gs.FixedLossScale(2.0**40)); state = tx.init(W)
-W, state, _ = gs.train_step(loss, tx, retries=8)(W, state, X); jax.effects_barrier()
+state = gs.TrainState.create(W, sgd, rule=gs.FixedLossScale(2.0**40))
+state, _ = gs.train_step(loss, retries=8)(state, X); jax.effects_barrier()
 assert len(calls) == 1, len(calls)
 """),
     "retries of an optimizer with a fixed scale": ("warns", "leave `retries` out", """
@@ -633,28 +653,28 @@ v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optim
 for _ in range(3): opt.minimize(lambda: v * v, [v], retries=2)
 """),
     "a negative number of retries": ("refused", "retries", """
-gs.train_step(plain, gs.loss_scaled(sgd), retries=-1)
+gs.train_step(plain, retries=-1)
 """),
     # ── what the loss returns, and what it gets ──────────────────────────────────────────────
     "a loss that is a vector": ("refused", "scalar loss", """
-tx = gs.loss_scaled(sgd); gs.train_step(lambda w: w, tx)(w, tx.init(w))
+gs.train_step(lambda w: w)(gs.TrainState.create(w, sgd))
 """),
     "a forgotten has_aux": ("refused", "has_aux=True", """
-tx = gs.loss_scaled(sgd); gs.train_step(lambda w: (plain(w), 1.0), tx)(w, tx.init(w))
+gs.train_step(lambda w: (plain(w), 1.0))(gs.TrainState.create(w, sgd))
 """),
     "a loss of None": ("refused", "scalar loss", """
-tx = gs.loss_scaled(sgd); gs.train_step(lambda w: None, tx)(w, tx.init(w))
+gs.train_step(lambda w: None)(gs.TrainState.create(w, sgd))
 """),
     "a string in the batch": ("refused", "functools.partial", """
-tx = gs.loss_scaled(sgd); gs.train_step(lambda w, x: plain(w), tx)(w, tx.init(w), 'name')
+gs.train_step(lambda w, x: plain(w))(gs.TrainState.create(w, sgd), 'name')
 """),
     "scale_loss in value_and_grad": ("refused", "Leave scale_loss out", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 gs.value_and_grad(lambda w: gs.transforms.scale_loss(plain(w), state), state)(w)
 """),
     "scale_loss in train_step": ("refused", "Leave scale_loss out", """
-tx = gs.loss_scaled(sgd); state = tx.init(w)
-gs.train_step(lambda w: gs.transforms.scale_loss(plain(w), state), tx)(w, state)
+state = gs.TrainState.create(w, sgd)
+gs.train_step(lambda w: gs.transforms.scale_loss(plain(w), state.opt_state))(state)
 """),
     "loss_scale times the loss, in value_and_grad": ("refused", "Leave this factor out", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
@@ -716,20 +736,20 @@ def turn(w, x, state):
 jax.jit(lambda w, s: jax.lax.scan(lambda w, x: turn(w, x, s), w, jnp.ones(3)))(w, state)
 """),
     "the same with train_step": ("warns", "a part of the carry", """
-tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
-turn = lambda w, x, s: (step(w, s, x)[0], x)
-jax.jit(lambda w, s: jax.lax.scan(lambda w, x: turn(w, x, s), w, jnp.ones(3)))(w, state)
+state, step = gs.TrainState.create(w, sgd), gs.train_step(plain)
+turn = lambda w, x, s: (step(s.replace(params=w), x)[0].params, x)
+jax.jit(lambda s: jax.lax.scan(lambda w, x: turn(w, x, s), s.params, jnp.ones(3)))(state)
 """),
     "a state in the carry of a scan, and a cond in it": ("works", "", """
-tx = gs.loss_scaled(sgd); step = gs.train_step(plain, tx)
-turn = lambda c, x: (jax.lax.cond(x > 0, lambda: step(*c, x)[:2], lambda: c), x)
-out = jax.jit(lambda w, s: jax.lax.scan(turn, (w, s), jnp.ones(3))[0][0])(w, tx.init(w))
+state, step = gs.TrainState.create(w, sgd), gs.train_step(plain)
+turn = lambda s, x: (jax.lax.cond(x > 0, lambda: step(s, x)[0], lambda: s), x)
+out = jax.jit(lambda s: jax.lax.scan(turn, s, jnp.ones(3))[0].params)(state)
 assert float(out[0]) < 1
 """),
     "a state of the function around a cond": ("works", "", """
-tx = gs.loss_scaled(sgd); step = gs.train_step(plain, tx)
-run = jax.jit(lambda w, s: jax.lax.cond(w[0] > 0, lambda: step(w, s, 1.0)[:2], lambda: (w, s)))
-assert float(run(w, tx.init(w))[0][0]) < 1
+state, step = gs.TrainState.create(w, sgd), gs.train_step(plain)
+run = jax.jit(lambda s: jax.lax.cond(s.params[0] > 0, lambda: step(s, 1.0)[0], lambda: s))
+assert float(run(state).params[0]) < 1
 """),
     "a part with its own scale, and no loss scale": ("warns", "No loss was multiplied", """
 tx = gs.loss_scaled(sgd); state = tx.init(w); part = gs.transforms.locally_scaled(lambda w: w * 2.0, 8.0)
@@ -741,9 +761,8 @@ loss, grads = gs.value_and_grad(lambda v: plain(v), tx.init(w))(params['w'])
 assert jnp.isfinite(loss)
 """),
     "half-precision parameters": ("warns", "gainstage.autocast", """
-tx = gs.loss_scaled(sgd); p = w.astype(jnp.float16); state = tx.init(p)
-p, state, loss = gs.train_step(plain, tx)(p, state)
-assert p.dtype == jnp.float16 and loss.dtype == jnp.float32
+state, loss = gs.train_step(plain)(gs.TrainState.create(w.astype(jnp.float16), sgd))
+assert state.params.dtype == jnp.float16 and loss.dtype == jnp.float32
 """),
     # ── loops ────────────────────────────────────────────────────────────────────────────────
     "a scaled loss outside of jit": ("warns", "into jax.jit", """
@@ -751,8 +770,8 @@ loss = gs.autocast(plain, loss_scale=2.0**15)
 for _ in range(20): w = w - 0.1 * jax.grad(loss)(w)
 """),
     "a run without a step": ("warns", "in a row were skipped", """
-tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
-for _ in range(130): w, state, _ = step(w, state, NAN)
+state, step = gs.TrainState.create(w, sgd), gs.train_step(plain)
+for _ in range(130): state, _ = step(state, NAN)
 """),
     "an optimizer without a step": ("warns", "in a row were skipped", """
 v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD())
@@ -761,8 +780,8 @@ for _ in range(130): opt.minimize(lambda: v * NAN, [v])
     "short runs of one transformation": ("works", "", """
 tx = gs.loss_scaled(sgd)
 for _ in range(5):
-    (v, state), step = (w, tx.init(w)), gs.train_step(plain, tx, donate=False)
-    for _ in range(40): v, state, _ = step(v, state, NAN)
+    state, step = gs.TrainState.create(w, tx), gs.train_step(plain, donate=False)
+    for _ in range(40): state, _ = step(state, NAN)
 """),
     "an optimizer without a step, with apply_if": ("warns", "in a row were skipped", """
 v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()); opt.scale_loss(1.0)
@@ -774,24 +793,23 @@ for n in range(130): opt.apply([NAN], [v], apply_if=[False, jnp.array(False)][n 
 for n in range(130): opt.apply([NAN if n % 2 else 1.0], [v], apply_if=True)
 """),
     "a bad batch now and then": ("works", "", """
-tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
-for i in range(130): w, state, _ = step(w, state, 1.0 if i % 10 else NAN)
+state, step = gs.TrainState.create(w, sgd), gs.train_step(plain)
+for i in range(130): state, _ = step(state, 1.0 if i % 10 else NAN)
 """),
     "every second batch is bad": ("warns", "lowered the loss scale to its lowest, 2\\^0", """
-tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
-for i in range(130): w, state, _ = step(w, state, NAN if i % 2 else 1.0)
+state, step = gs.TrainState.create(w, sgd), gs.train_step(plain)
+for i in range(130): state, _ = step(state, NAN if i % 2 else 1.0)
 """),
     "two steps share a state": ("works", "", """
-tx = gs.loss_scaled(sgd); state = tx.init(w)
-one, two = gs.train_step(plain, tx), gs.train_step(lambda w: 2 * plain(w), tx)
-for step in (one, two, one, two): w, state, _ = step(w, state)
-assert gs.transforms.step_was_applied(state)
+state = gs.TrainState.create(w, sgd)
+one, two = gs.train_step(plain), gs.train_step(lambda w: 2 * plain(w))
+for step in (one, two, one, two): state, _ = step(state)
+assert state.applied
 """),
     # ── a mesh ───────────────────────────────────────────────────────────────────────────────
     "a batch of the host on a mesh": ("warns", "PartitionSpec\\(\"data\"\\)", MESH + """
-tx = gs.loss_scaled(sgd); p, x = jax.device_put(W, whole), np.ones((256, 4), np.float32)
-state, step = tx.init(p), gs.train_step(half, tx)
-for _ in range(3): p, state, _ = step(p, state, x)
+state, step = gs.TrainState.create(jax.device_put(W, whole), sgd), gs.train_step(half)
+for _ in range(3): state, _ = step(state, np.ones((256, 4), np.float32))
 """),
     "a batch of the host on a mesh, with gs.optimizers.jit": ("warns", "PartitionSpec\\(\"data\"\\)", MESH + """
 v = gs.optimizers.Variable(jax.device_put(W, whole)); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()); opt.build([v])
@@ -799,7 +817,7 @@ step = gs.optimizers.jit(lambda x: opt.minimize(lambda: half(v.value(), x), [v])
 for _ in range(3): step(np.ones((256, 4), np.float32))
 """),
     "batches that lie right on a mesh": ("works", "", MESH + """
-tx = gs.loss_scaled(sgd); x, key = np.ones((256, 4), np.float32), jax.random.key(0)
+x, key = np.ones((256, 4), np.float32), jax.random.key(0)
 sharded = lambda w, x: half(w, jax.lax.with_sharding_constraint(x, rows))
 mean = lambda w, x: jax.lax.pmean(half(w, x), 'data')
 mapped = jax.shard_map(mean, mesh=mesh, in_specs=(P(), P('data')), out_specs=P())
@@ -807,17 +825,18 @@ for loss, batch in [
     (half, jax.device_put(x, rows)), (half, jax.device_put(x, whole)), (half, x[:9]), (half, x[:8]),
     (sharded, x), (mapped, x), (lambda w, key: half(w, jax.random.uniform(key, (8, 4))), key),
 ]:
-    p = jax.device_put(np.ones((4, 1), np.float32), whole); state, step = tx.init(p), gs.train_step(loss, tx)
-    for _ in range(3): p, state, _ = step(p, state, batch)
-p = jax.device_put(W, whole); state = tx.init(p)
-gs.train_step(lambda w, x, k: half(w, x), tx)(p, state, jax.device_put(x, rows), np.ones((2048,)))
+    p = jax.device_put(np.ones((4, 1), np.float32), whole)
+    state, step = gs.TrainState.create(p, sgd), gs.train_step(loss)
+    for _ in range(3): state, _ = step(state, batch)
+state = gs.TrainState.create(jax.device_put(W, whole), sgd)
+gs.train_step(lambda w, x, k: half(w, x))(state, jax.device_put(x, rows), np.ones((2048,)))
 v = gs.optimizers.Variable(jax.device_put(np.ones((1024, 8), np.float32), whole)); opt = gs.optimizers.SGD()
 for _ in range(3): opt.apply([np.ones((1024, 8), np.float32)], [v])
 """),
     "the loss of each device's part": ("warns", "jax.lax.pmean\\(loss, 'data'\\)", MESH + """
-tx = gs.loss_scaled(sgd); step = gs.train_step(half, tx)
-f = jax.shard_map(lambda *args: step(*args)[0], mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=P())
-f(W, tx.init(W), X)
+step = gs.train_step(half)
+f = jax.shard_map(lambda *args: step(*args)[0].params, mesh=mesh, in_specs=(P(), P('data')), out_specs=P())
+f(gs.TrainState.create(W, sgd), X)
 """),
     "the loss of each device's part, in a loop of one's own": ("warns", "value_and_grad varies.*pmean", MESH + """
 tx = gs.loss_scaled(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=(P(), P()))
@@ -841,19 +860,18 @@ local = lambda w, s, x: gs.value_and_grad(half, tx.init(w))(w, x)[1]
 jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P('data'), P(), P('data')), out_specs=P('data')))(p, 0, X)
 """),
     "the loss of all parts": ("works", "", MESH + """
-tx, X = gs.loss_scaled(sgd), jnp.arange(32.0).reshape(8, 4)
+state, X = gs.TrainState.create(W, sgd), jnp.arange(32.0).reshape(8, 4)
 parts = {'pmean': lambda w, x: jax.lax.pmean(half(w, x), 'data'),
          'psum': lambda w, x: jax.lax.psum(half(w, x) / 8, 'data')}
-one = gs.train_step(half, tx, donate=False)(W, tx.init(W), X)[::2]
+one, _ = gs.train_step(half, donate=False)(state, X)
 for loss in parts.values():
-    step = gs.train_step(loss, tx)
-    f = jax.jit(jax.shard_map(lambda *args: step(*args)[::2], mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=P()))
-    np.testing.assert_allclose(f(W, tx.init(W), X)[0], one[0], rtol=1e-3)
-step = gs.train_step(half, tx); alone = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Auto,))
-jax.jit(jax.shard_map(lambda *args: step(*args)[0], mesh=alone, in_specs=(P(), P(), P('data')), out_specs=P()))(
-    W, tx.init(W), X)
+    f = jax.jit(jax.shard_map(gs.train_step(loss), mesh=mesh, in_specs=(P(), P('data')), out_specs=P()))
+    np.testing.assert_allclose(f(state, X)[0].params, one.params, rtol=1e-3)
+alone = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Auto,))
+step = gs.train_step(half)
+jax.jit(jax.shard_map(lambda *args: step(*args)[0], mesh=alone, in_specs=(P(), P('data')), out_specs=P()))(state, X)
 each = jax.device_put(jnp.ones((32, 1)), rows)
-def own(w, x): return gs.train_step(half, tx)(w, tx.init(w), x)[0]
+def own(w, x): return gs.train_step(half)(gs.TrainState.create(w, sgd), x)[0].params
 jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(P('data'), P('data')), out_specs=P('data')))(each, X)
 """),
     "gradients that JAX has summed": ("warns", "to='varying'", MESH + """
@@ -871,37 +889,37 @@ jax.jit(jax.shard_map(grad, mesh=mesh, in_specs=(P(), P('data')), out_specs=P(),
     # ── the telemetry of a loop ──────────────────────────────────────────────────────────────
     "alarms without telemetry": ("warns", "gainstage.diagnostics.telemetry", """
 from gainstage.diagnostics import Alarms
-tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
+state, step = gs.TrainState.create(w, sgd), gs.train_step(plain)
 with Alarms() as alarms:
     for n in range(20):
-        w, state, loss = step(w, state)
-        alarms.write(n, loss=loss, loss_scale=gs.transforms.loss_scale(state))
+        state, loss = step(state)
+        alarms.write(n, loss=loss, loss_scale=state.loss_scale)
 """),
     "alarms that get other records too": ("works", "", """
 from gainstage.diagnostics import Alarms
-tx = gs.loss_scaled(sgd, telemetry=True); state, step = tx.init(w), gs.train_step(plain, tx)
+state, step = gs.TrainState.create(w, sgd, telemetry=True), gs.train_step(plain)
 with Alarms() as alarms:
     for n in range(40):
         alarms.write(n, validation=1.0)
-        if n > 3: w, state, loss = step(w, state); alarms.write(n, gs.diagnostics.telemetry(state), loss=loss)
+        if n > 3: state, loss = step(state); alarms.write(n, state.info, loss=loss)
 """),
     "steps that begin again in each epoch": ("warns", "epoch \\* steps_per_epoch", """
 from gainstage.diagnostics import JsonLines; import tempfile
-tx = gs.loss_scaled(sgd, telemetry=True); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
+state, step = gs.TrainState.create(w, sgd, telemetry=True), gs.train_step(plain, donate=False)
 run = JsonLines(tempfile.mkdtemp() + "/run.jsonl", every=6)
-for n in [0, 1, 2, 3, 4] * 4: w, state, loss = step(w, state); run.write(n, gs.diagnostics.telemetry(state), loss=loss)
+for n in [0, 1, 2, 3, 4] * 4: state, loss = step(state); run.write(n, state.info, loss=loss)
 run.close()
 """),
     "steps that go back to a checkpoint": ("works", "", """
 from gainstage.diagnostics import JsonLines; import tempfile
-tx = gs.loss_scaled(sgd, telemetry=True); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
+state, step = gs.TrainState.create(w, sgd, telemetry=True), gs.train_step(plain, donate=False)
 run = JsonLines(tempfile.mkdtemp() + "/run.jsonl", every=6)
-kept = w, state
+kept = state
 for n in range(10):
-    w, state, loss = step(w, state); run.write(n, gs.diagnostics.telemetry(state), loss=loss); run.write(n, validation=1.0)
+    state, loss = step(state); run.write(n, state.info, loss=loss); run.write(n, validation=1.0)
 for first in (0, 5):
-    w, state = kept
-    for n in range(first, 10): w, state, loss = step(w, state); run.write(n, gs.diagnostics.telemetry(state), loss=loss)
+    state = kept
+    for n in range(first, 10): state, loss = step(state); run.write(n, state.info, loss=loss)
 run.close()
 """),
     "telemetry of a scan and of an optimizer": ("works", "", """
@@ -909,9 +927,9 @@ from gainstage.diagnostics import Alarms
 v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1), telemetry=True)
 with Alarms() as alarms:
     for n in range(20): opt.minimize(lambda: v * v, [v]); alarms.write(n, gs.diagnostics.telemetry(opt))
-    tx = gs.loss_scaled(sgd, telemetry=True); step = gs.train_step(plain, tx)
-    def body(now, x): new = step(*now, x)[:2]; return new, gs.diagnostics.telemetry(new[1])
-    _, infos = jax.lax.scan(body, (w, tx.init(w)), jnp.ones(20))
+    step = gs.train_step(plain)
+    def body(state, x): state, _ = step(state, x); return state, state.info
+    _, infos = jax.lax.scan(body, gs.TrainState.create(w, sgd, telemetry=True), jnp.ones(20))
     for n in range(20): alarms.write(20 + n, jax.tree.map(lambda x: x[n], infos))
 """),
     # ── optimizers ───────────────────────────────────────────────────────────────────────────
@@ -1026,11 +1044,10 @@ v = gs.optimizers.Variable(1.0); gs.optimizers.SGD().apply([None], [v])
     # ── models ───────────────────────────────────────────────────────────────────────────────
     "an NNX model": ("works", "", """
 m = nnx.Linear(4, 1, rngs=nnx.Rngs(0)); before = m.kernel[...] + 0
-tx = gs.loss_scaled(sgd); state = tx.init(m)
-step = gs.train_step(lambda m, x: jnp.mean(m(x) ** 2), tx)
-m, state, loss = step(m, state, X); assert (m.kernel[...] != before).any()
+state, step = gs.TrainState.create(m, sgd), gs.train_step(gs.autocast(lambda m, x: jnp.mean(m(x) ** 2)))
+state, loss = step(state, X); assert (state.params.kernel[...] != before).any()
 """),
-    "all variables of a Linen module as params": ("warns", "Pass variables\\['params'\\]", """
+    "all variables of a Linen module as params": ("warns", "create\\(variables\\['params'\\]", """
 tx, variables = gs.loss_scaled(optax.adam(0.1)), {"params": {"a": w}, "batch_stats": {"mean": w}}
 for _ in range(2): tx.init(variables)
 """),
@@ -1042,9 +1059,8 @@ for kind in (optax.masked(sgd, {"params": True, "batch_stats": False}),
 gs.loss_scaled(sgd).init({"params": variables})
 """),
     "autocast inside of train_step": ("works", "", """
-tx = gs.loss_scaled(sgd); state = tx.init(W)
-step = gs.train_step(gs.autocast(lambda w, x: jnp.mean((x @ w) ** 2)), tx)
-W, state, loss = step(W, state, X); assert loss.dtype == jnp.float32
+step = gs.train_step(gs.autocast(lambda w, x: jnp.mean((x @ w) ** 2)))
+state, loss = step(gs.TrainState.create(W, sgd), X); assert loss.dtype == jnp.float32
 """),
     "autocast of float64 alone": ("warns", "in float64, which it leaves", """
 with jax.enable_x64(True):

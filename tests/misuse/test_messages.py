@@ -123,10 +123,6 @@ def loss_fn(params):
     return sum(leaf.sum() for leaf in params.values())
 
 
-def step_of(tx, params, state):
-    return gs.train_step(loss_fn, tx)(params, state)
-
-
 def changed_structure():
     tx = gs.loss_scaled(
         optax.GradientTransformation(lambda p: (p,), lambda u, s, p=None: (u, (s, s)))
@@ -141,12 +137,15 @@ def other_parameters():
 
 
 def donated():
-    tx = gs.loss_scaled(optax.sgd(0.1))
-    params, _ = large()
-    state = tx.init(params)
-    for leaf in jax.tree.leaves((params, state)):
-        leaf.delete()  # as a step that was given them does
-    step_of(tx, params, state)
+    state = gs.TrainState.create(large()[0], optax.sgd(0.1))
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()  # as a step that was given it does
+    gs.train_step(loss_fn)(state)
+
+
+def plain_state():
+    params, tx = large()[0], optax.adam(0.1)
+    gs.train_step(loss_fn)(gs.TrainState.create(params, tx).replace(opt_state=tx.init(params)))
 
 
 def two_scales():
@@ -156,9 +155,7 @@ def two_scales():
 
 
 LONG = {
-    "plain state": lambda: step_of(
-        gs.loss_scaled(optax.adam(0.1)), large()[0], optax.adam(0.1).init(large()[0])
-    ),
+    "plain state": plain_state,
     "value_and_grad": lambda: gs.value_and_grad(loss_fn, optax.adam(0.1).init(large()[0])),
     "loss_scale": lambda: loss_scale(optax.adam(0.1).init(large()[0])),
     "two scales": two_scales,

@@ -58,12 +58,11 @@ REFUSED = {
 def test_what_can_hide_an_overflow_is_refused_with_the_line_to_write(name):
     """`train_step` and `value_and_grad` refuse it at their first call, before anything is done."""
     make, match = REFUSED[name]
-    tx = make()
-    state = tx.init(WEIGHTS)
+    state = gs.TrainState.create(WEIGHTS, make())
     for call in (
-        lambda: gs.train_step(loss_fn, tx)(WEIGHTS, state, 1.0),
-        lambda: gs.value_and_grad(loss_fn, state),
-        lambda: jax.jit(lambda s: gs.value_and_grad(loss_fn, s)(WEIGHTS, 1.0))(state),
+        lambda: gs.train_step(loss_fn)(state, 1.0),
+        lambda: gs.value_and_grad(loss_fn, state.opt_state),
+        lambda: jax.jit(lambda s: gs.value_and_grad(loss_fn, s)(WEIGHTS, 1.0))(state.opt_state),
     ):
         with pytest.raises(ValueError, match=rf"(?s){match}.*gainstage\.loss_scaled\(|{match}"):
             call()
@@ -97,33 +96,31 @@ ALLOWED = {
 def test_what_is_allowed_sees_every_overflow(name, bad):
     """An infinite or NaN gradient, or one that only the scale makes so, changes no weight."""
     tx = ALLOWED[name]()
-    state = tx.init(WEIGHTS)
-    step = gs.train_step(loss_fn, tx, donate=False)
-    new, after, _ = step(WEIGHTS, state, jnp.float32(bad))
-    _, grads = gs.value_and_grad(loss_fn, state)(WEIGHTS, jnp.float32(bad))
-    updates, own = tx.update(grads, state, WEIGHTS)
-    for weights, state in ((new, after), (gs.transforms.apply_updates(WEIGHTS, updates, own), own)):
+    state = gs.TrainState.create(WEIGHTS, tx)
+    new, _ = gs.train_step(loss_fn, donate=False)(state, jnp.float32(bad))
+    _, grads = gs.value_and_grad(loss_fn, state.opt_state)(WEIGHTS, jnp.float32(bad))
+    updates, own = tx.update(grads, state.opt_state, WEIGHTS)
+    by_bricks = gs.transforms.apply_updates(WEIGHTS, updates, own), own
+    for weights, opt_state in ((new.params, new.opt_state), by_bricks):
         for key, before in WEIGHTS.items():
             np.testing.assert_array_equal(weights[key], before)
-        assert float(gs.transforms.loss_scale(state)) == 4.0
+        assert float(gs.transforms.loss_scale(opt_state)) == 4.0
 
 
 def test_accumulation_outside_is_what_a_step_around_all_does_right():
     """The line that the error for `MultiSteps` names trains on after a NaN microbatch."""
     tx = gs.loss_scaled(optax.MultiSteps(optax.sgd(0.5), 2), gs.DynamicLossScale(8.0))
-    step, weights = gs.train_step(loss_fn, tx, donate=False), WEIGHTS
-    state = tx.init(weights)
+    step, state = gs.train_step(loss_fn, donate=False), gs.TrainState.create(WEIGHTS, tx)
     for x in (1.0, np.nan, 3.0):
-        weights, state, _ = step(weights, state, jnp.float32(x))
-    assert weights["a"].tolist() == [1.0 - 0.5 * 2.0] * 2
+        state, _ = step(state, jnp.float32(x))
+    assert state.params["a"].tolist() == [1.0 - 0.5 * 2.0] * 2
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: __import__("functools").partial(f, x=1.0)])
 def test_a_loss_that_scales_itself_is_refused(wrap):
     """A scaled loss inside `train_step` or `value_and_grad` would scale twice."""
     loss = wrap(gs.autocast(lambda w, x=1.0: loss_fn(w, x), loss_scale=2.0**4))
-    tx = scaled()
     with pytest.raises(TypeError, match="without a loss_scale of its own for train_step"):
-        gs.train_step(loss, tx)
+        gs.train_step(loss)
     with pytest.raises(TypeError, match="without a loss_scale of its own for value_and_grad"):
-        gs.value_and_grad(loss, tx.init(WEIGHTS))
+        gs.value_and_grad(loss, scaled().init(WEIGHTS))

@@ -13,7 +13,7 @@ import pytest
 import gainstage as gs
 from gainstage import xray
 from gainstage.__main__ import main
-from gainstage.diagnostics import StepRecorder, telemetry
+from gainstage.diagnostics import StepRecorder
 from gainstage.transforms import apply_updates, models
 
 nnx, eqx = pytest.importorskip("flax.nnx"), pytest.importorskip("equinox")
@@ -124,17 +124,17 @@ def test_a_train_step_takes_a_model(kind):
     found, explicit = make(), make()
     if kind == "equinox":  # a lambda of each is another function
         explicit = eqx.tree_at(lambda m: m.mlp.activation, explicit, found.mlp.activation)
-    states = [tx.init(found), tx.init(parameters(explicit))]
-    step, given = gs.train_step(loss, tx), gs.train_step(loss, tx, using=using)
+    one = gs.TrainState.create(found, tx)
+    other = gs.TrainState.create(explicit, tx).replace(opt_state=tx.init(parameters(explicit)))
+    step, given = gs.train_step(loss), gs.train_step(loss, using=using)
     for x in (X, X, BAD, X):
-        found, states[0], one = step(found, states[0], x, Y)
-        explicit, states[1], other = given(explicit, states[1], x, Y)
-        np.testing.assert_array_equal(one, other)
-    assert_same(found, explicit)
-    assert_same(*states)
-    assert 0 < telemetry(states[0]).skipped_steps < 4
-    assert len(gs.diagnostics.report(states[0], found).names) == len(
-        gs.diagnostics.report(states[1]).names
+        one, found = step(one, x, Y)
+        other, expected = given(other, x, Y)
+        np.testing.assert_array_equal(found, expected)
+    assert_same(one, other)
+    assert 0 < one.info.skipped_steps < 4
+    assert len(gs.diagnostics.report(one, one.params).names) == len(
+        gs.diagnostics.report(other).names
     )
 
 
@@ -177,9 +177,9 @@ def test_what_an_nnx_optimizer_has_wrapped_is_refused(how, part):
         "opt_state": (optimizer.opt_state, "a LossScaledState of OptArray"),
     }[part]
     message = rf"state that tx\.init returned for opt_state; got {kind}\. .* = tx\.init\(params\)"
-    step = gs.train_step(nnx_loss, tx)
+    step, state = gs.train_step(nnx_loss), gs.TrainState.create(model, tx).replace(opt_state=given)
     with pytest.raises(TypeError, match=message):
-        step(model, given, X, Y) if how == "step" else tx.update(nnx_parameters(model), given)
+        step(state, X, Y) if how == "step" else tx.update(nnx_parameters(model), given)
 
 
 class Adapted(nnx.Module):
@@ -199,13 +199,13 @@ def of_adapters(fun, has_aux):
 
 
 def some_of(tx):
-    model = Adapted()
-    return gs.train_step(nnx_loss, tx, using=of_adapters)(model, tx.init(model), X, Y)
+    state = gs.TrainState.create(Adapted(), tx)
+    return gs.train_step(nnx_loss, using=of_adapters)(state, X, Y)
 
 
 def all_of(tx):
-    model = Adapted()
-    return gs.train_step(nnx_loss, tx, using=jax.value_and_grad)(model, tx.init(model), X, Y)
+    state = gs.TrainState.create(Adapted(), tx)
+    return gs.train_step(nnx_loss, using=jax.value_and_grad)(state, X, Y)
 
 
 def fewer(tx):
@@ -242,10 +242,12 @@ def test_adapters_of_a_model_are_trained_alone():
     """`using` with the state of some variables trains these and leaves the others alone."""
     tx, model = transformation(), Adapted()
     before = jax.tree.map(np.asarray, nnx_parameters(model))
-    state = tx.init(nnx.state(model, nnx.LoRAParam))
-    step = gs.train_step(nnx_loss, tx, using=of_adapters)
+    opt_state = tx.init(nnx.state(model, nnx.LoRAParam))
+    state = gs.TrainState.create(model, tx).replace(opt_state=opt_state)
+    step = gs.train_step(nnx_loss, using=of_adapters)
     for _ in range(3):
-        model, state, _ = step(model, state, X, Y)
+        state, _ = step(state, X, Y)
+    model = state.params
     frozen = nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
     for path, value in nnx.to_flat_state(frozen):
         np.testing.assert_array_equal(value[...], dict(nnx.to_flat_state(before))[path][...])
@@ -267,10 +269,10 @@ def test_layers_of_an_nnx_model_have_optimizers_of_their_own():
         return jax.tree_util.tree_map_with_path(lambda p, _: p[0].key, params)
 
     parts = {"body": optax.set_to_zero(), "head": optax.sgd(0.1)}
-    tx = gs.loss_scaled(optax.multi_transform(parts, labels))
     model = Net()
     before = [np.asarray(layer.kernel[...]) for layer in (model.body, model.head)]
-    model, _, _ = gs.train_step(nnx_loss, tx)(model, tx.init(model), X, Y)
+    state = gs.TrainState.create(model, optax.multi_transform(parts, labels))
+    model = gs.train_step(nnx_loss)(state, X, Y)[0].params
     after = [np.asarray(layer.kernel[...]) for layer in (model.body, model.head)]
     same = [np.array_equal(old, new) for old, new in zip(before, after, strict=True)]
     assert same == [True, False]
@@ -298,11 +300,9 @@ def test_an_x_ray_takes_a_model(kind):
 def test_an_xray_of_a_file_takes_a_model(kind, tmp_path, monkeypatch, capsys):
     """The X-ray of a step file that `train_step` filled needs `--like`, and no `--using`."""
     make, loss, _, _ = KINDS[kind]
-    tx, model = transformation(), make()
-    state, step = tx.init(model), gs.train_step(loss, tx)
     recorder = StepRecorder(tmp_path / "bad.npz")
-    model, state, _ = step(model, state, BAD, Y)
-    assert recorder.write(0, telemetry(state), model, BAD, Y)
+    state, _ = gs.train_step(loss)(gs.TrainState.create(make(), transformation()), BAD, Y)
+    assert recorder.write(0, state.info, state.params, BAD, Y)
     monkeypatch.chdir(tmp_path)
     name = __name__
     words = ["--loss", f"{name}:{loss.__name__}", "--like", f"{name}:{make.__name__}"]
@@ -319,10 +319,9 @@ def aux_loss(model, x, y):
 def test_an_xray_of_a_file_of_a_loss_with_aux_names_its_option(tmp_path, monkeypatch, capsys):
     """Without `--has-aux` the error names the option, without a traceback; with it, it runs."""
     recorder = StepRecorder(tmp_path / "bad.npz")
-    tx, model = transformation(), nnx_model()
-    state = tx.init(model)
-    model, state, *_ = gs.train_step(aux_loss, tx, has_aux=True)(model, state, BAD, Y)
-    assert recorder.write(0, telemetry(state), model, BAD, Y)
+    state = gs.TrainState.create(nnx_model(), transformation())
+    state, *_ = gs.train_step(aux_loss, has_aux=True)(state, BAD, Y)
+    assert recorder.write(0, state.info, state.params, BAD, Y)
     monkeypatch.chdir(tmp_path)
     words = ["bad.npz", "--loss", f"{__name__}:aux_loss", "--like", f"{__name__}:make_nnx"]
     assert main(["xray", *words]) == 1
@@ -343,11 +342,10 @@ def test_an_explicit_function_wins(kind):
         calls.append(options)
         return using(fun, **options)
 
-    tx, model = transformation(), make()
-    state = tx.init(model)
-    gs.value_and_grad(loss, state, using=mine)(model, X, Y)
-    xray(loss, make(), X, Y, using=mine, prescribe=False, compiled=False)
-    gs.train_step(loss, tx, using=mine)(model, state, X, Y)
+    state = gs.TrainState.create(make(), transformation())
+    gs.value_and_grad(loss, state.opt_state, using=mine)(state.params, X, Y)
+    xray(loss, make(), X, Y, scale=1.0, using=mine, prescribe=False, compiled=False)
+    gs.train_step(loss, using=mine)(state, X, Y)
     assert calls == [{"has_aux": True}] * 3
 
 
@@ -411,9 +409,8 @@ def test_recognition_imports_no_library():
     """A plain loop imports neither Flax nor Equinox."""
     code = """
 import sys, gainstage as gs, jax.numpy as jnp, optax
-tx = gs.loss_scaled(optax.sgd(0.1))
-state = tx.init(jnp.ones(2))
-gs.train_step(lambda w: (w**2).sum(), tx)(jnp.ones(2), state)
+state = gs.TrainState.create(jnp.ones(2), optax.sgd(0.1))
+gs.train_step(lambda w: (w**2).sum())(state)
 print([name for name in ("flax", "equinox") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -423,7 +420,7 @@ print([name for name in ("flax", "equinox") if name in sys.modules])
 def test_an_nnx_optimizer_is_no_transformation():
     """The error is short, and says what to pass instead."""
     optimizer = nnx.Optimizer(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
-    for build in (gs.loss_scaled, functools.partial(gs.train_step, lambda m: 0.0)):
+    for build in (gs.loss_scaled, functools.partial(gs.TrainState.create, jnp.ones(2))):
         with pytest.raises(TypeError, match=r"Pass its `tx`\.") as found:
             build(optimizer)
         assert len(str(found.value)) <= 600

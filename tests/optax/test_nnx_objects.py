@@ -62,11 +62,11 @@ def test_a_random_state_of_its_own_advances(transform):
 @pytest.mark.parametrize("retries", [0, 2])
 def test_train_step_advances_a_random_state_in_the_batch(wrap, retries):
     """The step changes the object that it was given, as plain NNX does."""
-    model, rngs = linear(), nnx.Rngs(1)
-    tx = gs.loss_scaled(optax.sgd(0.0), gs.DynamicLossScale(8.0))
-    step, state, found = gs.train_step(wrap(dropped), tx, retries=retries), tx.init(model), []
+    rngs = nnx.Rngs(1)
+    state = gs.TrainState.create(linear(), optax.sgd(0.0), rule=gs.DynamicLossScale(8.0))
+    step, found = gs.train_step(wrap(dropped), retries=retries), []
     for _ in range(4):
-        model, state, loss = step(model, state, rngs, X)
+        state, loss = step(state, rngs, X)
         found.append(float(loss))
     np.testing.assert_allclose(found, losses_in_nnx(), rtol=2e-3)
     assert int(rngs.default.count[...]) == 4
@@ -93,29 +93,29 @@ def test_a_skipped_step_leaves_objects_in_the_batch_as_they_were():
         others["counts"][0][...] += 1
         return jnp.mean(others["norm"](model(x)) ** 2)
 
-    model, tx = linear(), gs.loss_scaled(optax.sgd(0.1))
     others = {"norm": nnx.BatchNorm(4, rngs=nnx.Rngs(0)), "counts": [nnx.BatchStat(jnp.zeros(()))]}
-    step, state = gs.train_step(loss, tx), tx.init(model)
-    model, state, _ = step(model, state, others, X)
+    step, state = gs.train_step(loss), gs.TrainState.create(linear(), optax.sgd(0.1))
+    state, _ = step(state, others, X)
     mean = np.array(others["norm"].mean[...])
     assert np.any(mean)
-    model, state, _ = step(model, state, others, X * jnp.nan)
+    state, _ = step(state, others, X * jnp.nan)
     np.testing.assert_array_equal(others["norm"].mean[...], mean)
     assert float(others["counts"][0][...]) == 1
-    model, state, _ = step(model, state, others, X)
+    state, _ = step(state, others, X)
     assert float(others["counts"][0][...]) == 2
 
 
 @pytest.mark.parametrize("donate", [True, False])
 def test_shared_weights_stay_shared(donate):
-    """`train_step` trains tied weights as plain NNX does; the model that it returns shares them."""
+    """`train_step` trains tied weights as plain NNX does; the model of the new state shares."""
     loss = lambda m, x: jnp.mean((m(x) - 1) ** 2)  # noqa: E731
-    plain, model, tx = Tied(), Tied(), gs.loss_scaled(optax.adam(0.1))
+    plain, state = Tied(), gs.TrainState.create(Tied(), optax.adam(0.1))
     own = nnx.Optimizer(plain, optax.adam(0.1), wrt=nnx.Param)
-    state, step = tx.init(model), gs.train_step(loss, tx, donate=donate)
+    step = gs.train_step(loss, donate=donate)
     for _ in range(3):
         own.update(plain, nnx.grad(loss)(plain, X))
-        model, state, _ = step(model, state, X)
+        state, _ = step(state, X)
+    model = state.params
     assert model.first.kernel is model.second.kernel
     np.testing.assert_allclose(model.first.kernel[...], plain.first.kernel[...], rtol=1e-5)
 
@@ -141,6 +141,6 @@ def test_variables_that_a_step_creates_in_the_batch_are_refused():
         others.new = nnx.BatchStat(x)
         return jnp.mean(model(x) ** 2)
 
-    model, tx = linear(), gs.loss_scaled(optax.sgd(0.1))
+    state = gs.TrainState.create(linear(), optax.sgd(0.1))
     with pytest.raises(ValueError, match="creates variables there"):
-        gs.train_step(loss, tx)(model, tx.init(model), nnx.Dict(), X)
+        gs.train_step(loss)(state, nnx.Dict(), X)

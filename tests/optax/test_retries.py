@@ -9,8 +9,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage import diagnostics
-from gainstage.diagnostics import telemetry
-from gainstage.transforms import loss_scale
 
 from networks import normalised
 
@@ -32,48 +30,47 @@ def single(w, x, y):
 
 
 def trained(retries, *batches, start=2.0**40, rule=None, fun=loss_fn):
-    """Parameters, state, and whether each step was applied."""
-    tx = gs.loss_scaled(optax.adam(0.1), rule or gs.DynamicLossScale(start), telemetry=True)
-    step = gs.train_step(fun, tx, retries=retries)
-    params, opt_state, applied = jnp.array(W), tx.init(W), []
+    """The state, and whether each step was applied."""
+    rule, w = rule or gs.DynamicLossScale(start), jnp.array(W)
+    state = gs.TrainState.create(w, optax.adam(0.1), rule=rule, telemetry=True)
+    step, applied = gs.train_step(fun, retries=retries), []
     for batch in batches:
-        params, opt_state, _ = step(params, opt_state, *batch)
-        applied.append(bool(opt_state.applied))
-    return params, opt_state, applied
+        state, _ = step(state, *batch)
+        applied.append(bool(state.applied))
+    return state, applied
 
 
-def counts(opt_state):
+def counts(state):
     """How many steps were skipped, and how many retried."""
-    info = telemetry(opt_state)
-    return int(info.skipped_steps), int(info.retried_steps)
+    return int(state.info.skipped_steps), int(state.info.retried_steps)
 
 
 def test_from_a_scale_far_too_large_every_step_is_taken():
     """Twenty steps from 2**40 are twenty float32 steps, within one percent."""
-    params, opt_state, applied = trained(40, *[(X, Y)] * 20)
+    state, applied = trained(40, *[(X, Y)] * 20)
     exact, tx = jnp.array(W), optax.adam(0.1)
-    state = tx.init(exact)
+    opt_state = tx.init(exact)
     for _ in range(20):
-        updates, state = tx.update(jax.grad(single)(exact, X, Y), state)
+        updates, opt_state = tx.update(jax.grad(single)(exact, X, Y), opt_state)
         exact = optax.apply_updates(exact, updates)
     assert all(applied)
-    assert opt_state.inner[0].count == 20
-    assert np.linalg.norm(params - exact) < 0.01 * np.linalg.norm(exact)
+    assert state.opt_state.inner[0].count == state.step == 20
+    assert np.linalg.norm(state.params - exact) < 0.01 * np.linalg.norm(exact)
 
 
 @pytest.mark.as_users
 def test_a_retry_is_a_skipped_step_with_the_same_batch():
     """Parameters, slots, scale and norms are those of as many skipped steps, bit for bit."""
-    retried = trained(40, (X, Y), (X + 1, Y))
-    lost = int(telemetry(retried[1]).retried_steps)
-    skipped = trained(0, *[(X, Y)] * (lost + 1), (X + 1, Y))
-    assert skipped[2] == [False] * lost + [True, True]
+    retried, _ = trained(40, (X, Y), (X + 1, Y))
+    lost = int(retried.info.retried_steps)
+    skipped, applied = trained(0, *[(X, Y)] * (lost + 1), (X + 1, Y))
+    assert applied == [False] * lost + [True, True]
     assert lost > 10
-    assert counts(retried[1]) == (0, lost)
-    assert counts(skipped[1]) == (lost, 0)
+    assert counts(retried) == (0, lost)
+    assert counts(skipped) == (lost, 0)
     results = [
-        (params, state.inner, state.rule_state, telemetry(state)._replace(**NO_COUNTS))
-        for params, state, _ in (retried, skipped)
+        (s.params, s.opt_state.inner, s.opt_state.rule_state, s.info._replace(**NO_COUNTS))
+        for s in (retried, skipped)
     ]
     for one, other in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -83,7 +80,7 @@ def test_injected_overflows_lose_no_batch():
     """Every tenth loss is 2**30 times too large: without retries its batches are lost."""
     batches = [(X, Y, 2.0**30 if i % 10 == 9 else 1.0) for i in range(40)]
     rule = gs.DynamicLossScale(2.0**15, min_scale=2.0**-24)
-    lost = {n: trained(n, *batches, rule=rule)[2].count(False) for n in (0, 40)}
+    lost = {n: trained(n, *batches, rule=rule)[1].count(False) for n in (0, 40)}
     assert lost == {0: 4, 40: 0}
 
 
@@ -118,14 +115,14 @@ def test_a_language_model_loses_no_batch():
     rule = gs.DynamicLossScale(2.0**17, 2, max_scale=2.0**17)
     lost, last = {}, {}
     for retries in (0, 4):
-        tx = gs.loss_scaled(optax.adam(0.003), rule)
-        step = gs.train_step(language_model, tx, retries=retries)
+        step = gs.train_step(language_model, retries=retries)
         params = jax.tree.map(jnp.copy, first)
-        opt_state, lost[retries] = tx.init(params), 0
+        state = gs.TrainState.create(params, optax.adam(0.003), rule=rule)
+        lost[retries] = 0
         for i in range(40):
             factor = jnp.float16(2.0**9 if i % 10 == 9 else 1)
-            params, opt_state, loss = step(params, opt_state, text[i % 4 :: 4], factor)
-            lost[retries] += not opt_state.applied
+            state, loss = step(state, text[i % 4 :: 4], factor)
+            lost[retries] += not state.applied
         last[retries] = loss
     assert lost == {0: 4, 4: 0}
     assert last[4] < last[0] < 2.0
@@ -134,29 +131,29 @@ def test_a_language_model_loses_no_batch():
 @pytest.mark.parametrize("retries", [0, 8, 30])
 def test_bad_data_costs_the_scale_one_step(retries):
     """NaN in the data is one skipped step, however many retries are allowed."""
-    params, opt_state, applied = trained(retries, (X.at[0].set(jnp.nan), Y), start=2.0**15)
+    state, applied = trained(retries, (X.at[0].set(jnp.nan), Y), start=2.0**15)
     assert applied == [False]
-    np.testing.assert_array_equal(params, W)
-    assert loss_scale(opt_state) == 2.0**14
-    assert counts(opt_state) == (1, 0)
+    np.testing.assert_array_equal(state.params, W)
+    assert state.loss_scale == 2.0**14
+    assert counts(state) == (1, 0)
 
 
 def test_retries_are_told_as_retries(tmp_path):
     """The report, the records of a run and the alarms know a retry from a lost batch."""
-    tx = gs.loss_scaled(optax.adam(0.1), gs.DynamicLossScale(2.0**40, 1), telemetry=True)
-    step, params, alarms = gs.train_step(loss_fn, tx, retries=40), jnp.array(W), []
-    opt_state = tx.init(params)
+    rule, w = gs.DynamicLossScale(2.0**40, 1), jnp.array(W)
+    state = gs.TrainState.create(w, optax.adam(0.1), rule=rule, telemetry=True)
+    step, alarms = gs.train_step(loss_fn, retries=40), []
     with (
         diagnostics.JsonLines(tmp_path / "run.jsonl", every=1) as log,
-        diagnostics.Alarms(gs.DynamicLossScale(2.0**40, 1), alarms.append, every=1) as watch,
+        diagnostics.Alarms(rule, alarms.append, every=1) as watch,
     ):
         for i in range(40):
-            params, opt_state, loss = step(params, opt_state, X, Y)
+            state, loss = step(state, X, Y)
             for writer in (log, watch):
-                writer.write(i, telemetry(opt_state), loss=loss)
-    skipped, retried = counts(opt_state)
+                writer.write(i, state.info, loss=loss)
+    skipped, retried = counts(state)
     assert skipped == 0 < retried
-    text = str(gs.diagnostics.report(opt_state, params))
+    text = str(gs.diagnostics.report(state, state.params))
     assert text.startswith(f"0 of 40 steps were skipped; {retried} tries were repeated")
     assert diagnostics.read_run(tmp_path / "run.jsonl").get("retried_steps")[-1] == retried
     assert [alarm.kind for alarm in alarms] == ["retries"]
@@ -165,10 +162,10 @@ def test_retries_are_told_as_retries(tmp_path):
 
 def test_if_no_retry_is_applied_the_scale_is_lowered_once():
     """Three retries from 2**40 all overflow; the next step starts from half of the scale."""
-    _, opt_state, applied = trained(3, (X, Y))
+    state, applied = trained(3, (X, Y))
     assert applied == [False]
-    assert loss_scale(opt_state) == 2.0**39
-    assert counts(opt_state) == (1, 3)
+    assert state.loss_scale == 2.0**39
+    assert counts(state) == (1, 3)
 
 
 @pytest.mark.filterwarnings("ignore:Retries have no effect")
@@ -177,9 +174,9 @@ def test_if_no_retry_is_applied_the_scale_is_lowered_once():
 )
 def test_nothing_is_tried_again_at_the_same_scale(rule):
     """A rule that keeps its scale has no retry."""
-    _, opt_state, applied = trained(8, (X, Y), rule=rule)
+    state, applied = trained(8, (X, Y), rule=rule)
     assert applied == [False]
-    assert counts(opt_state) == (1, 0)
+    assert counts(state) == (1, 0)
 
 
 def test_a_model_changes_in_the_try_that_counts():
@@ -187,11 +184,12 @@ def test_a_model_changes_in_the_try_that_counts():
     nnx = pytest.importorskip("flax.nnx")
     means = []
     for power, retries in ((15, 0), (40, 40)):
-        model, tx = normalised(nnx), gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(2.0**power))
-        step = gs.train_step(lambda m, x, y: jnp.mean((m(x) - y) ** 2), tx, retries=retries)
-        model, opt_state, _ = step(model, tx.init(model), X + 1, Y)
-        assert opt_state.applied
-        means.append(np.asarray(model.norm.mean[...]))
+        rule = gs.DynamicLossScale(2.0**power)
+        state = gs.TrainState.create(normalised(nnx), optax.sgd(0.1), rule=rule)
+        step = gs.train_step(lambda m, x, y: jnp.mean((m(x) - y) ** 2), retries=retries)
+        state, _ = step(state, X + 1, Y)
+        assert state.applied
+        means.append(np.asarray(state.params.norm.mean[...]))
     np.testing.assert_array_equal(*means)
 
 
@@ -201,25 +199,23 @@ def test_eight_devices_retry_together(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     x, y = (jax.device_put(v, NamedSharding(mesh, P("data"))) for v in (X, Y * 8))
     tx = gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(2.0**30))
-    step = gs.train_step(lambda w, x, y: loss_fn(w, x, y), tx, retries=40)
+    step = gs.train_step(lambda w, x, y: loss_fn(w, x, y), retries=40)
     params = jax.device_put(np.zeros_like(W), NamedSharding(mesh, P()))
-    opt_state = tx.init(params)
-    one, one_state = jnp.array(W), tx.init(W)
+    state, one = gs.TrainState.create(params, tx), gs.TrainState.create(jnp.array(W), tx)
     with jax.set_mesh(mesh):
         for _ in range(3):
-            params, opt_state, _ = step(params, opt_state, x, y)
+            state, _ = step(state, x, y)
     for _ in range(3):
-        one, one_state, _ = step(one, one_state, X, Y * 8)
-    np.testing.assert_allclose(params, one, rtol=1e-2, atol=1e-4)
-    assert loss_scale(opt_state) == loss_scale(one_state) < 2.0**30
-    assert params.sharding.spec == P()
+        one, _ = step(one, X, Y * 8)
+    np.testing.assert_allclose(state.params, one.params, rtol=1e-2, atol=1e-4)
+    assert state.loss_scale == one.loss_scale < 2.0**30
+    assert state.params.sharding.spec == P()
 
 
 def test_bad_retries_are_refused():
     """The error names the argument and the value."""
-    tx = gs.loss_scaled(optax.sgd(0.1))
     for retries in (-1, 0.5):
         with pytest.raises(ValueError, match="for retries; got"):
-            gs.train_step(loss_fn, tx, retries=retries)
+            gs.train_step(loss_fn, retries=retries)
     with pytest.raises(TypeError, match="retries; got True"):
-        gs.train_step(loss_fn, tx, retries=True)
+        gs.train_step(loss_fn, retries=True)

@@ -8,7 +8,6 @@ import pytest
 from compilations import compilations
 
 import gainstage as gs
-from gainstage.transforms import loss_scale, step_was_applied
 
 X, Y = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4), np.ones((8, 1), np.float32)
 
@@ -54,18 +53,18 @@ TRANSFORMATIONS = {
 def test_it_takes_the_steps_of_the_loop(make):
     """Params, state and losses are those of the loop in three calls, overflows included."""
     tx = make()
-    one, other = gs.train_step(loss_fn, tx), written_out(tx)
-    a, b = first(), first()
-    state_a, state_b = tx.init(a), tx.init(b)
+    one, other = gs.train_step(loss_fn), written_out(tx)
+    state, params = gs.TrainState.create(first(), tx), first()
+    opt_state = tx.init(params)
     for i in range(8):
         batch = (X * (np.inf if i == 3 else 1), Y)
         with compilations() as compiled:
-            a, state_a, loss_a = one(a, state_a, *batch)
+            state, loss_a = one(state, *batch)
         assert i == 0 or compiled == []
-        b, state_b, loss_b = other(b, state_b, *batch)
+        params, opt_state, loss_b = other(params, opt_state, *batch)
         for x, y in zip(
-            jax.tree.leaves((a, state_a, loss_a)),
-            jax.tree.leaves((b, state_b, loss_b)),
+            jax.tree.leaves((state.params, state.opt_state, loss_a)),
+            jax.tree.leaves((params, opt_state, loss_b)),
             strict=True,
         ):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
@@ -74,44 +73,40 @@ def test_it_takes_the_steps_of_the_loop(make):
 @pytest.mark.as_users
 def test_a_skipped_step_changes_nothing_but_the_scale():
     """On a bad batch params and the state of the wrapped transformation keep every bit."""
-    tx = gs.loss_scaled(optax.adam(0.1))
-    step, params = gs.train_step(loss_fn, tx), first()
+    step, params = gs.train_step(loss_fn), first()
     params["w"] = params["w"].at[0, 0].set(1e-42)  # subnormal
-    params, state, _ = step(params, tx.init(params), X, Y)
-    before = jax.tree.map(np.asarray, (params, state.inner))
-    scale = float(loss_scale(state))
-    params, state, loss = step(params, state, X * np.nan, Y)
+    state, _ = step(gs.TrainState.create(params, optax.adam(0.1)), X, Y)
+    before = jax.tree.map(np.asarray, (state.params, state.opt_state.inner))
+    scale = float(state.loss_scale)
+    state, loss = step(state, X * np.nan, Y)
     assert np.isnan(loss)
-    assert float(loss_scale(state)) == scale / 2
-    assert not step_was_applied(state)
-    for old, new in zip(
-        jax.tree.leaves(before), jax.tree.leaves((params, state.inner)), strict=True
-    ):
+    assert float(state.loss_scale) == scale / 2
+    assert not state.applied
+    after = state.params, state.opt_state.inner
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert old.tobytes() == np.asarray(new).tobytes()
 
 
 @pytest.mark.as_users
 def test_gradients_are_stored_once():
     """The compiled step neither copies the parameters nor stores true gradients beside scaled ones,
-    and reuses the memory of both arguments."""
+    and reuses the memory of its state."""
     shape = (512, 512)
 
     def product(params, x):
         return ((x @ params) ** 2).mean()
 
-    tx = gs.loss_scaled(optax.adam(0.1))
     planned = jax.ShapeDtypeStruct(shape, jnp.float32)
-    lowered = gs.train_step(product, tx).lower(planned, jax.eval_shape(tx.init, planned), planned)
-    memory = lowered.compile().memory_analysis()
+    state = jax.eval_shape(lambda w: gs.TrainState.create(w, optax.adam(0.1)), planned)
+    memory = gs.train_step(product).lower(state, planned).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= 3 * 4 * 512**2
     assert memory.temp_size_in_bytes <= 2.5 * 4 * 512**2  # the product, the gradient
 
-    params = jnp.ones(shape)
-    state = tx.init(params)
-    gs.train_step(product, tx, donate=False)(params, state, jnp.ones(shape))
-    assert not params.is_deleted()
-    gs.train_step(product, tx)(params, state, jnp.ones(shape))
-    assert params.is_deleted()
+    state = gs.TrainState.create(jnp.ones(shape), optax.adam(0.1))
+    gs.train_step(product, donate=False)(state, jnp.ones(shape))
+    assert not state.params.is_deleted()
+    gs.train_step(product)(state, jnp.ones(shape))
+    assert state.params.is_deleted()
 
 
 def test_an_nnx_model_trains_and_skips_whole():
@@ -129,23 +124,22 @@ def test_an_nnx_model_trains_and_skips_whole():
     def loss(model, x, y):
         return jnp.mean((model(x).astype("float32") - y) ** 2)
 
-    tx = gs.loss_scaled(optax.adam(0.05))
-    step = gs.train_step(loss, tx, using=nnx.value_and_grad)
-    state, losses = tx.init(nnx.state(model, nnx.Param)), []
+    state = gs.TrainState.create(model, optax.adam(0.05))
+    step, losses = gs.train_step(loss, using=nnx.value_and_grad), []
     x = np.random.default_rng(0).standard_normal((64, 4), np.float32)
     for _ in range(20):
-        model, state, value = step(model, state, x, x[:, :1])
+        state, value = step(state, x, x[:, :1])
         losses.append(float(value))
     assert losses[-1] < losses[0] / 2
-    assert abs(np.asarray(model.layers[1].mean[...])).max() > 0
+    assert abs(np.asarray(state.params.layers[1].mean[...])).max() > 0
     before = jax.tree.map(
-        np.copy, [jax.random.key_data(k) if is_key(k) else k for k in leaves(model)]
+        np.copy, [jax.random.key_data(k) if is_key(k) else k for k in leaves(state.params)]
     )
     with compilations() as compiled:
-        model, state, value = step(model, state, np.full_like(x, np.inf), x[:, :1])
+        state, value = step(state, np.full_like(x, np.inf), x[:, :1])
     assert compiled == []
-    assert not step_was_applied(state)
-    after = [jax.random.key_data(k) if is_key(k) else k for k in leaves(model)]
+    assert not state.applied
+    after = [jax.random.key_data(k) if is_key(k) else k for k in leaves(state.params)]
     for old, new in zip(before, after, strict=True):
         np.testing.assert_array_equal(old, new)
 
@@ -167,36 +161,36 @@ def test_an_equinox_model_trains():
         predicted = jax.vmap(model)(x)
         return jnp.mean((predicted - y) ** 2), predicted
 
-    tx = gs.loss_scaled(optax.adam(0.05))
-    step = gs.train_step(loss, tx, has_aux=True, using=eqx.filter_value_and_grad)
-    state, losses = tx.init(eqx.filter(model, eqx.is_inexact_array)), []
+    state, losses = gs.TrainState.create(model, optax.adam(0.05)), []
+    step = gs.train_step(loss, has_aux=True, using=eqx.filter_value_and_grad)
     for i in range(20):
         with compilations() as compiled:
-            model, state, value, predicted = step(model, state, X, Y)
+            state, value, predicted = step(state, X, Y)
         assert i == 0 or compiled == []
         losses.append(float(value))
     assert losses[-1] < losses[0] / 5
     assert predicted.shape == (8, 1)
-    assert callable(model.activation)
+    assert callable(state.params.activation)
 
 
 def test_errors_name_the_remedy():
-    """A transformation without `loss_scaled`, something else, and a loss that is no scalar."""
-    params = first()
+    """A state without a loss scale, something else, and a loss that is no scalar."""
+    params, plain = first(), optax.adam(0.1)
     with pytest.raises(TypeError, match=r"Expected an optax\.GradientTransformation for tx"):
-        gs.train_step(loss_fn, optax.adam)
-    plain = optax.adam(0.1)
+        gs.TrainState.create(params, optax.adam)
+    state = gs.TrainState.create(params, plain)
+    unscaled = state.replace(opt_state=plain.init(params))
     with pytest.raises(ValueError, match=r"Expected exactly one state of gainstage\.loss_scaled"):
-        gs.train_step(loss_fn, plain)(params, plain.init(params), X, Y)
+        gs.train_step(loss_fn)(unscaled, X, Y)
     with pytest.raises(ValueError, match=r"Wrap the transformation: tx = gainstage\.loss_scaled"):
-        gs.train_step(loss_fn, plain)(params, plain.init(params), X, Y)
-    tx = gs.loss_scaled(plain)
+        gs.train_step(loss_fn)(unscaled, X, Y)
+    number = gs.TrainState.create({"w": 1.0}, plain)
     with pytest.raises(TypeError, match=r"Expected arrays in params; got 1\.0\. Make it an array"):
-        gs.train_step(lambda p: p["w"] ** 2, tx)({"w": 1.0}, tx.init({"w": 1.0}))
+        gs.train_step(lambda p: p["w"] ** 2)(number)
     with pytest.raises(TypeError, match="Expected a bool for donate; got 1"):
-        gs.train_step(loss_fn, tx, donate=1)
+        gs.train_step(loss_fn, donate=1)
     with pytest.raises(TypeError, match="Expected a scalar loss from fun"):
-        gs.train_step(lambda p, x, y: p["w"], tx)(params, tx.init(params), X, Y)
+        gs.train_step(lambda p, x, y: p["w"])(state, X, Y)
 
 
 PARAMETERS_IN_THE_STATE = {
@@ -212,13 +206,12 @@ PARAMETERS_IN_THE_STATE = {
 def test_a_state_that_begins_with_the_parameters_is_donated(name):
     """An `init` that puts the parameters themselves into the state needs no copy by the user."""
     tx = gs.loss_scaled(PARAMETERS_IN_THE_STATE[name]())
-    step, other = gs.train_step(loss_fn, tx), gs.train_step(loss_fn, tx, donate=False)
-    a, b = first(), first()
-    state_a, state_b = tx.init(a), tx.init(b)
+    step, other = gs.train_step(loss_fn), gs.train_step(loss_fn, donate=False)
+    a, b = gs.TrainState.create(first(), tx), gs.TrainState.create(first(), tx)
     for _ in range(3):
-        a, state_a, _ = step(a, state_a, X, Y)
-        b, state_b, _ = other(b, state_b, X, Y)
-    jax.tree.map(np.testing.assert_array_equal, (a, state_a), (b, state_b))
+        a, _ = step(a, X, Y)
+        b, _ = other(b, X, Y)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def same_memory(array):
@@ -233,63 +226,56 @@ def same_memory(array):
 def test_tied_weights_and_parameters_in_the_batch_are_donated(second):
     """A buffer that is there twice, in the parameters or also in the batch, is copied: the step
     does not fail, and what the batch holds stays readable."""
-    tx = gs.loss_scaled(optax.sgd(0.5))
-    step = gs.train_step(lambda p, old: (p["a"] * p["b"] - old["a"]).sum(), tx)
+    step = gs.train_step(lambda p, old: (p["a"] * p["b"] - old["a"]).sum())
     z = jnp.full(4, 2.0)
-    params = {"a": z, "b": second(z)}
-    params, state, _ = step(params, tx.init(params), {"a": jnp.zeros(4)})
-    assert params["a"].tolist() == params["b"].tolist() == [1] * 4
+    state = gs.TrainState.create({"a": z, "b": second(z)}, optax.sgd(0.5))
+    state, _ = step(state, {"a": jnp.zeros(4)})
+    assert state.params["a"].tolist() == state.params["b"].tolist() == [1] * 4
     for expected in (0.5, 0.25):  # the last step's result, as parameters and as a target
-        target = params
-        params, state, _ = step(params, state, target)
-        assert params["a"].tolist() == [expected] * 4
+        target = state.params
+        state, _ = step(state, target)
+        assert state.params["a"].tolist() == [expected] * 4
         assert np.isfinite(target["a"]).all()
 
 
 def test_an_array_of_the_state_in_the_batch_is_copied_first():
     """A loss may use the moments of the last step, in every step, and they stay readable."""
-    tx = gs.loss_scaled(optax.adam(0.5))
-    step = gs.train_step(lambda w, m: ((w - m) ** 2).sum(), tx)
-    params = jnp.ones(100)
-    state, moments = tx.init(params), jnp.zeros(100)
+    step = gs.train_step(lambda w, m: ((w - m) ** 2).sum())
+    state, moments = gs.TrainState.create(jnp.ones(100), optax.adam(0.5)), jnp.zeros(100)
     for _ in range(3):
-        params, state, _ = step(params, state, moments)
+        state, _ = step(state, moments)
         assert not moments.is_deleted()
-        moments = state.inner[0].mu
+        moments = state.opt_state.inner[0].mu
 
 
 @pytest.mark.parametrize("flag", ["debug_nans", "debug_infs"])
 def test_a_debug_flag_names_the_operation(flag):
     """Under a debug flag nothing is donated, so JAX can run the step again and name the operation;
     the parameters are those of before."""
-    tx = gs.loss_scaled(optax.sgd(0.5))
-    step = gs.train_step(lambda w, x: jnp.log(w * x).sum(), tx)
-    w = jnp.ones(3)
-    opt_state = tx.init(w)
+    step = gs.train_step(lambda w, x: jnp.log(w * x).sum())
+    state = gs.TrainState.create(jnp.ones(3), optax.sgd(0.5))
     with getattr(jax, flag)(True):
-        w, opt_state, _ = step(w, opt_state, 1.0)
+        state, _ = step(state, 1.0)
         bad = -1.0 if flag == "debug_nans" else 0.0
         with pytest.raises(FloatingPointError, match="log"):
-            step(w, opt_state, bad)
-    assert w.tolist() == [0.5, 0.5, 0.5]
+            step(state, bad)
+    assert state.params.tolist() == [0.5, 0.5, 0.5]
 
 
 def test_telemetry_and_scale_are_read_after_later_steps(tmp_path):
     """The loop of the pages records every step without waiting, although the step donates: scale
     and telemetry of earlier steps stay readable."""
-    tx = gs.loss_scaled(optax.adam(0.1), telemetry=True, underflow_every=10)
-    step = gs.train_step(loss_fn, tx)
-    params = first()
-    opt_state, seen = tx.init(params), []
+    state = gs.TrainState.create(first(), optax.adam(0.1), telemetry=True, underflow_every=10)
+    step, seen = gs.train_step(loss_fn), []
     with gs.diagnostics.JsonLines(tmp_path / "run.jsonl") as run:
         for i in range(120):
             batch = (X * (np.inf if i == 7 else 1), Y)
-            before = params["w"]
+            before = state.params["w"]
             with compilations() as compiled:
-                params, opt_state, loss = step(params, opt_state, *batch)
+                state, loss = step(state, *batch)
             assert i == 0 or compiled == []
-            run.write(i, gs.diagnostics.telemetry(opt_state), loss=loss)
-            seen.append((loss_scale(opt_state), step_was_applied(opt_state)))
+            run.write(i, state.info, loss=loss)
+            seen.append((state.loss_scale, state.applied))
             assert before.is_deleted()
     assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 121
     assert [float(scale) for scale, _ in seen] == [2.0**15] * 7 + [2.0**14] * 113
@@ -298,7 +284,6 @@ def test_telemetry_and_scale_are_read_after_later_steps(tmp_path):
 
 def test_an_error_of_the_loss_is_not_explained_away():
     """What a callback or the loss raises reaches the caller, although the step donates."""
-    tx = gs.loss_scaled(optax.sgd(0.5))
 
     def fails(params, x):
         jax.debug.callback(lambda: {}["missing"])
@@ -308,8 +293,8 @@ def test_an_error_of_the_loss_is_not_explained_away():
         raise TypeError("an error of the user's")
 
     def run(loss):
-        params = first()
-        jax.block_until_ready(gs.train_step(loss, tx)(params, tx.init(params), X))
+        state = gs.TrainState.create(first(), optax.sgd(0.5))
+        jax.block_until_ready(gs.train_step(loss)(state, X))
         jax.effects_barrier()
 
     for loss, message in ((fails, "missing"), (wrong, "of the user's")):
@@ -327,19 +312,17 @@ class Tensor:
 @pytest.mark.parametrize("kind", ["key", "traced"])
 def test_the_error_of_a_loss_is_kept_with_every_batch(kind):
     """A loss that raises a TypeError does so too if its batch has a typed key or is traced."""
-    tx = gs.loss_scaled(optax.sgd(0.5))
-    params, key = jnp.ones(3), jax.random.key(0)
-    step = gs.train_step(lambda w, key: (w * jax.random.normal(key, (5,))).sum(), tx)
+    state, key = gs.TrainState.create(jnp.ones(3), optax.sgd(0.5)), jax.random.key(0)
+    step = gs.train_step(lambda w, key: (w * jax.random.normal(key, (5,))).sum())
     step = jax.jit(step) if kind == "traced" else step
     with pytest.raises(TypeError, match=r"incompatible shapes for broadcasting: \(3,\), \(5,\)"):
-        step(params, tx.init(params), key)
+        step(state, key)
 
 
 def test_an_array_of_another_library_in_the_batch_is_named():
     """What JAX takes for no array is named, also if NumPy takes it for none."""
-    tx = gs.loss_scaled(optax.sgd(0.5))
-    step = gs.train_step(lambda w, x: (w * x).sum(), tx)
+    step = gs.train_step(lambda w, x: (w * x).sum())
     with pytest.raises(
         TypeError, match=r"Expected arrays or numbers .*Tensor object.* `batch\[0\]`"
     ):
-        step(jnp.ones(3), tx.init(jnp.ones(3)), Tensor())
+        step(gs.TrainState.create(jnp.ones(3), optax.sgd(0.5)), Tensor())

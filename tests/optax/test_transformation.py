@@ -818,8 +818,7 @@ loss, grads = gs.value_and_grad(loss_fn, state)(w)
 tx.update(grads, state, w)
 """,
     "train_step": """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
-gs.train_step(loss_fn, tx)(w, state)
+gs.train_step(loss_fn)(gs.TrainState.create(w, optax.sgd(0.1)))
 """,
     "by hand": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
@@ -893,7 +892,7 @@ print(gs.transforms.loss_scale(state))
 tx.update(jax.grad(loss_fn)(w), state, w)
 """),
     "another one is scaled": ("No loss was multiplied", """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w); gs.train_step(loss_fn, tx)(w, state)
+gs.train_step(loss_fn)(gs.TrainState.create(w, optax.sgd(0.1)))
 w, tx = jnp.ones(3), gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
 tx.update(gs.value_and_grad(loss_fn, state)(w)[1], state, w)
 other = gs.loss_scaled(optax.adam(0.1)); state = other.init(w)
@@ -1044,13 +1043,13 @@ for _ in range(2):
     _, state = tx.update(sum(grads) / 3, state, w)
 """,
     "a look at the loss": """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w); step = gs.train_step(loss_fn, tx)
-chain = optax.chain(tx, optax.scale(1.0)); other = gs.train_step(loss_fn, chain)
-nested = chain.init(w)
+tx = gs.loss_scaled(optax.sgd(0.1)); chain = optax.chain(tx, optax.scale(1.0))
+state, nested = gs.TrainState.create(w, tx), gs.TrainState.create(w + 0, chain)
+step = gs.train_step(loss_fn)
 for _ in range(3):
-    gs.value_and_grad(loss_fn, state)(w); gs.transforms.loss_scale(state)
-    w, state, _ = step(w, state)
-    w, nested, _ = other(w, nested)
+    gs.value_and_grad(loss_fn, state.opt_state)(state.params); state.loss_scale
+    state, _ = step(state)
+    nested, _ = step(nested)
 """,
     "scaled by hand": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
@@ -1123,11 +1122,10 @@ def test_the_state_of_another_rule_names_both(how):
     params = {"w": jnp.ones(3)}
     others = [gs.loss_scaled(optax.sgd(0.1), rule) for rule in [*rules, gs.FixedLossScale(8.0)]]
     for rule in rules:
-        tx = gs.loss_scaled(optax.sgd(0.1), rule)
-        step = gs.train_step(lambda p: p["w"].sum(), tx)
+        tx, step = gs.loss_scaled(optax.sgd(0.1), rule), gs.train_step(lambda p: p["w"].sum())
         for other, name in zip(others, [*names, "FixedLossScale"], strict=True):
-            state = other.init(params)
-            if jax.tree.structure(state) == jax.tree.structure(tx.init(params)):
+            state = gs.TrainState.create(params, tx).replace(opt_state=other.init(params))
+            if jax.tree.structure(state.opt_state) == jax.tree.structure(tx.init(params)):
                 continue
             own = type(rule).__name__
             if rule == gs.DynamicLossScale(hysteresis=2):  # names what the two differ in
@@ -1135,7 +1133,7 @@ def test_the_state_of_another_rule_names_both(how):
                 name += r"\(hysteresis=1\)" * (name == "DynamicLossScale")
             message = rf"The rule of tx is {own}, but opt_state has .* {name}\. Use"
             with pytest.raises(ValueError, match=message):
-                step(params, state) if how == "train_step" else tx.update(params, state, params)
+                step(state) if how == "train_step" else tx.update(params, state.opt_state, params)
     fixed, loaded = others[-1], others[0].init(params)  # a fixed rule takes any state
     after = fixed.update(params, loaded, params)[1]
     assert jax.tree.structure(after) == jax.tree.structure(loaded)
@@ -1149,12 +1147,10 @@ def test_the_rate_of_a_schedule_is_read_by_the_name_of_its_state(make, k):
     `count` is ambiguous."""
     schedule = optax.exponential_decay(0.5, transition_steps=1, decay_rate=0.5)
     inside = optax.chain(optax.clip_by_global_norm(1.0), make(schedule))
-    tx = gs.loss_scaled(inside if k == 1 else optax.MultiSteps(inside, k))
-    w = jnp.ones(2)
-    state = tx.init(w)
-    step = gs.train_step(lambda w, x: (w * x).sum(), tx)
+    state = gs.TrainState.create(jnp.ones(2), inside if k == 1 else optax.MultiSteps(inside, k))
+    step = gs.train_step(lambda w, x: (w * x).sum())
     for x in (1.0, jnp.nan, 1.0, 1.0, 1.0):
-        w, state, _ = step(w, state, x)
+        state, _ = step(state, x)
     assert schedule(optax.tree.get(state, "ScaleByScheduleState").count) == 0.5 ** (1 + 4 // k)
 
 
@@ -1179,10 +1175,11 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
 def test_the_state_of_another_chain_is_refused(made, used, place, how):
     """A state of another chain is named as such, also by a chain that would not read it."""
     params = {"w": jnp.ones(3)}
-    tx, state = gs.loss_scaled(used), gs.loss_scaled(made).init(params)
-    step = gs.train_step(lambda p: p["w"].sum(), tx)
+    tx, opt_state = gs.loss_scaled(used), gs.loss_scaled(made).init(params)
+    state = gs.TrainState.create(params, tx).replace(opt_state=opt_state)
+    step = gs.train_step(lambda p: p["w"].sum())
     with pytest.raises(ValueError, match=rf"made by another chain.* differ in .*{place}"):
-        step(params, state) if how == "train_step" else tx.update(params, state, params)
+        step(state) if how == "train_step" else tx.update(params, opt_state, params)
 
 
 @pytest.mark.parametrize("how", ["update", "train_step"])
@@ -1192,10 +1189,10 @@ def test_a_state_of_parameters_of_another_shape_is_refused(inside, size, how):
     """A state for parameters of other shapes is refused, whether or not these broadcast."""
     params = {"w": jnp.ones(3)}
     tx = gs.loss_scaled(inside)
-    state = tx.init({"w": jnp.ones(size)})
-    step = gs.train_step(lambda p: p["w"].sum(), tx)
+    state = gs.TrainState.create({"w": jnp.ones(size)}, tx).replace(params=params)
+    step = gs.train_step(lambda p: p["w"].sum())
     with pytest.raises(ValueError, match=r"for other parameters: they differ in .*mu\['w'\]"):
-        step(params, state) if how == "train_step" else tx.update(params, state, params)
+        step(state) if how == "train_step" else tx.update(params, state.opt_state, params)
 
 
 def test_a_chain_whose_state_cannot_be_made_again_takes_any():
@@ -1205,45 +1202,96 @@ def test_a_chain_whose_state_cannot_be_made_again_takes_any():
         return optax.trace(0.9).init(jax.tree.map(np.asarray, params))
 
     tx = gs.loss_scaled(optax.GradientTransformation(init, optax.trace(0.9).update))
-    params = {"w": jnp.ones(3)}
-    step = gs.train_step(lambda p: p["w"].sum(), tx)
-    assert float(step(params, tx.init(params))[2]) == 3.0
+    for given in (tx, optax.chain(tx), optax.GradientTransformation(init, optax.trace(0.9).update)):
+        state = gs.TrainState.create({"w": jnp.ones(3)}, given)
+        assert float(gs.train_step(lambda p: p["w"].sum())(state)[1]) == 3.0
 
 
 def test_a_string_in_the_batch_is_named():
     """The error names the place, the value and what to do."""
-    tx = gs.loss_scaled(optax.sgd(0.1))
-    params = {"w": jnp.ones(3)}
-    step = gs.train_step(lambda p, batch: p["w"].sum(), tx)
+    state = gs.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
+    step = gs.train_step(lambda p, batch: p["w"].sum())
     for wrong in ("token", np.array(["token"])):
         with pytest.raises(TypeError, match=r"got .*token.* `batch\[0\]\['x'\]`. Bind it to the"):
-            step(params, tx.init(params), {"x": wrong})
+            step(state, {"x": wrong})
 
 
 def test_a_donated_argument_says_how_to_keep_it():
-    """Parameters or a state that an earlier step has donated are named, with the remedy."""
-    tx = gs.loss_scaled(optax.adam(0.1))
-    params = {"w": jnp.ones(3)}
-    step = gs.train_step(lambda p: p["w"].sum(), tx)
-    state = tx.init(params)
-    new, new_state, _ = step(params, state)
-    with pytest.raises(ValueError, match=r"`params\['w'\]` was donated .* donate=False"):
-        step(params, new_state)
-    with pytest.raises(ValueError, match=r"`opt_state.*` was donated .* donate=False"):
-        step(new, state)
-    assert np.isfinite(step(new, new_state)[2])
+    """What an earlier step has donated of a state is named, with the remedy."""
+    old = gs.TrainState.create({"w": jnp.ones(3)}, optax.adam(0.1), extra={"m": jnp.zeros(3)})
+    step = gs.train_step(lambda p, extra: (p["w"].sum(), {"m": extra["m"] + 1}))
+    new, _ = step(old)
+    for name, given in (
+        ("params", old),
+        ("params", new.replace(params=old.params)),
+        ("opt_state", new.replace(opt_state=old.opt_state)),
+        ("extra", new.replace(extra=old.extra)),
+    ):
+        with pytest.raises(ValueError, match=rf"`state\.{name}.*` was donated .* donate=False"):
+            step(given)
+    assert np.isfinite(step(new)[1])
+
+
+def test_the_scalars_of_an_earlier_state_can_be_read():
+    """Donation spares the loss scale, the number of steps and the telemetry, also as a number."""
+    old = gs.TrainState.create(jnp.ones(3), optax.sgd(0.1), telemetry=True)
+    step = gs.train_step(lambda w: (w * w).sum())
+    new, _ = step(old)
+    assert (int(old.step), float(old.loss_scale), bool(old.applied)) == (0, 2.0**15, True)
+    assert int(old.info.skipped_steps) == 0
+    assert int(step(new.replace(step=5))[0].step) == 6
+
+
+def test_states_of_two_calls_with_one_transformation_are_alike():
+    """They are stacked for `jax.vmap`, and one program steps both; another rule is another."""
+    tx, traces = optax.sgd(0.1), []
+
+    def loss_fn(w):
+        traces.append(1)
+        return (w * w).sum()
+
+    one, other = (
+        gs.TrainState.create(jnp.full(3, x), tx, rule=gs.DynamicLossScale(2.0**10))
+        for x in (1.0, 2.0)
+    )
+    step = gs.train_step(loss_fn)
+    assert [float(step(state)[1]) for state in (one, other)] == [3.0, 12.0]
+    assert len(traces) == 1
+    pair = [
+        gs.TrainState.create(jnp.full(3, x), tx, rule=gs.DynamicLossScale(2.0**10))
+        for x in (1.0, 2.0)
+    ]
+    both = jax.tree.map(lambda *x: jnp.stack(x), *pair)
+    assert jax.vmap(step)(both)[1].tolist() == [3.0, 12.0]
+    third = gs.TrainState.create(jnp.ones(3), tx, rule=gs.DynamicLossScale(2.0**11))
+    assert jax.tree.structure(third) != jax.tree.structure(pair[0])
+
+
+@pytest.mark.parametrize("how", ["call", "lower"])
+def test_a_step_takes_a_state_alone(how):
+    """Parameters, a pickled state without its transformation and text in `extra` are refused."""
+    state = gs.TrainState.create(jnp.ones(3), optax.sgd(0.1))
+    step = gs.train_step(lambda w: (w * w).sum())
+    taken = step if how == "call" else step.lower
+    with pytest.raises(
+        TypeError, match=r"Expected a TrainState first.* got .*create\(params, tx\)"
+    ):
+        taken(state.params)
+    with pytest.raises(ValueError, match=r"state\.replace\(tx=other\.tx\)"):
+        taken(state.replace(tx=None))
+    with pytest.raises(TypeError, match=r"Expected arrays in extra; got 'a'"):
+        taken(state.replace(extra={"m": "a"}))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float16])
 def test_small_parameters_train_under_strict_promotion(dtype):
     """Parameters of a small dtype are updated in float32 and rounded once, without promotion."""
-    tx = gs.loss_scaled(optax.sgd(0.25), gs.FixedLossScale(8.0))
-    params = {"w": jnp.ones(4, dtype)}
-    state = tx.init(params)
+    params, rule = {"w": jnp.ones(4, dtype)}, gs.FixedLossScale(8.0)
+    state = gs.TrainState.create(params, optax.sgd(0.25), rule=rule)
     with jax.numpy_dtype_promotion("strict"):
-        step = gs.train_step(lambda p: p["w"].astype("float32").sum(), tx)
-        params, _, _ = step(params, state)
-    assert (params["w"].dtype, params["w"].tolist()) == (dtype, [0.75] * 4)
+        state, _ = gs.train_step(lambda p: p["w"].astype("float32").sum())(state)
+    w = state.params["w"]
+    assert (w.dtype, w.tolist()) == (dtype, [0.75] * 4)
 
 
 def test_losses_of_two_threads_are_told_apart():

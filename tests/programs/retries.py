@@ -42,12 +42,11 @@ def main():
     """Prints the sizes of each program."""
     params, batch, loss_fn = models.model("transformer", "float16")
     params, batch = planned(params), planned(batch)
-    tx = gs.loss_scaled(optax.adam(1e-3))
-    state = planned(jax.eval_shape(tx.init, params))
+    state = planned(jax.eval_shape(lambda p: gs.TrainState.create(p, optax.adam(1e-3)), params))
     found = {"parameters": 4 * sum(x.size for x in jax.tree.leaves(params))}
     for name, retries in (("step", 0), ("step, retries", 8)):
-        step = gs.train_step(loss_fn, tx, retries=retries, donate=False)
-        found[name] = sizes(lowered_for_cuda(step, params, state, batch, donated=(0, 1)))
+        step = gs.train_step(loss_fn, retries=retries, donate=False)
+        found[name] = sizes(lowered_for_cuda(step, state, batch, donated=0))
     losses = {
         "gradient": gs.transforms.locally_scaled(loss_fn, 2.0**15),
         "gradient, retries": gs.autocast(loss_fn, loss_scale=2.0**15),

@@ -318,11 +318,13 @@ LOADED = [
 def test_the_rule_in_force_decides(saved, rule, expected):
     """A state of another rule has, after a step, the scale of a fixed rule, or one within the
     bounds; a rule that starts below its minimum keeps what it loads."""
-    params, tx = jnp.ones(3), gs.loss_scaled(optax.sgd(0.1), rule)
-    step = gs.train_step(lambda w: (w**2).sum(), tx)
-    _, opt_state, _ = step(params, gs.loss_scaled(optax.sgd(0.1), saved).init(params))
-    assert opt_state.applied
-    assert loss_scale(opt_state) == expected
+    old, state = (
+        gs.TrainState.create(jnp.ones(3), optax.sgd(0.1), rule=each) for each in (saved, rule)
+    )
+    step = gs.train_step(lambda w: (w**2).sum())
+    state, _ = step(state.replace(opt_state=old.opt_state))
+    assert state.applied
+    assert state.loss_scale == expected
 
 
 # Asked for in apex#777 (division by a scale of 0).

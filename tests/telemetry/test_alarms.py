@@ -338,16 +338,15 @@ def test_skips_without_a_record_ring(every, bad, rings):
     """Alarms that get every tenth step know from the counts that many of the others were skipped; a
     search for the first scale and a few bad batches are no problem."""
     rule, said = gs.DynamicLossScale(2.0**40, 50), []
-    tx = gs.loss_scaled(optax.sgd(0.1), rule, telemetry=True)
-    w, x = jnp.ones(4), jnp.ones(4)
-    step = gs.train_step(lambda w, x: (w.astype("float16") * x).astype("float32").sum(), tx)
-    state = tx.init(w)
+    x = jnp.ones(4)
+    state = gs.TrainState.create(jnp.ones(4), optax.sgd(0.1), rule=rule, telemetry=True)
+    step = gs.train_step(lambda w, x: (w.astype("float16") * x).astype("float32").sum())
     with Alarms(rule, on_alarm=said.append) as alarms:
         for n in range(500):
             is_bad = n % 10 < bad or n % 30 == 7
-            w, state, loss = step(w, state, x * NAN if is_bad else x)
+            state, loss = step(state, x * NAN if is_bad else x)
             if n % every == every - 1:
-                alarms.write(n, telemetry(state), loss=loss)
+                alarms.write(n, state.info, loss=loss)
     assert [alarm.kind for alarm in said if alarm.kind == "skips"] == ["skips"] * rings
     if rings:
         assert "without a record" in str(said[0])
@@ -360,7 +359,7 @@ def test_alarms_of_an_unknown_place_point_to_the_x_ray():
         said = []
         with Alarms(rule, on_alarm=said.append) as alarms:
             watch(alarms, simulated(rule, largest, **how))
-        assert "gs.xray(loss_fn, params, batch, opt_state=opt_state)" in str(said[0])
+        assert "gs.xray(loss_fn, state, *batch)" in str(said[0])
 
 
 def test_infinities_in_some_tensors_alone_are_an_overflow():

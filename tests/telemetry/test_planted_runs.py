@@ -9,7 +9,7 @@ from gainstage.diagnostics import Alarms, JsonLines, read_run
 from gainstage.runs.skip_causes import why_skipped
 from gainstage.runs.summary import summary
 
-XRAY = "gs.xray(loss_fn, params, batch, opt_state=opt_state) of such a step names"
+XRAY = "gs.xray(loss_fn, state, *batch) of such a step names"
 
 
 def golden(name):

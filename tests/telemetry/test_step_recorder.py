@@ -43,15 +43,14 @@ def loss_fn(params, batch):
 if __name__ == "__main__":
     if sys.argv[1] == "early":
         Path.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
-    tx = gs.loss_scaled(optax.sgd(0.01), gs.DynamicLossScale(2.0**4), telemetry=True)
-    step = gs.train_step(loss_fn, tx)
-    params = {"w": jnp.ones(3)}
-    opt_state = tx.init(params)
+    params, rule = {"w": jnp.ones(3)}, gs.DynamicLossScale(2.0**4)
+    state = gs.TrainState.create(params, optax.sgd(0.01), rule=rule, telemetry=True)
+    step = gs.train_step(loss_fn)
     recorder = gs.diagnostics.StepRecorder(sys.argv[2])
     for n in range(5):
         batch = {"x": jnp.full((2, 3), 40.0 if n == 3 else 0.5)}
-        params, opt_state, loss = step(params, opt_state, batch)
-        if recorder.write(n, gs.diagnostics.telemetry(opt_state), params, batch):
+        state, loss = step(state, batch)
+        if recorder.write(n, state.info, state.params, batch):
             os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -397,22 +396,29 @@ def trained_by(kind, write):
         def step(x):
             compiled(x)
             return telemetry(opt), {"w": w}
-    else:
-        tx = gs.loss_scaled(optax.sgd(0.001), rule, telemetry=True)
-        state = [{"w": jnp.ones(3)}]
-        state.append(tx.init(state[0]))
-        compiled = gs.train_step(loss_fn, tx)
-        if kind == "loop":
-
-            @functools.partial(jax.jit, donate_argnums=(0, 1))
-            def compiled(params, opt_state, x):
-                loss, grads = gs.value_and_grad(loss_fn, opt_state)(params, x)
-                updates, opt_state = tx.update(grads, opt_state, params)
-                return gs.transforms.apply_updates(params, updates, opt_state), opt_state, loss
+    elif kind == "train_step":
+        params, compiled = {"w": jnp.ones(3)}, gs.train_step(loss_fn)
+        state = gs.TrainState.create(params, optax.sgd(0.001), rule=rule, telemetry=True)
 
         def step(x):
-            *state[:], _ = compiled(*state, x)
-            return telemetry(state[1]), state[0]
+            nonlocal state
+            state, _ = compiled(state, x)
+            return state.info, state.params
+    else:
+        tx = gs.loss_scaled(optax.sgd(0.001), rule, telemetry=True)
+        params = {"w": jnp.ones(3)}
+        opt_state = tx.init(params)
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def compiled(params, opt_state, x):
+            loss, grads = gs.value_and_grad(loss_fn, opt_state)(params, x)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return gs.transforms.apply_updates(params, updates, opt_state), opt_state, loss
+
+        def step(x):
+            nonlocal params, opt_state
+            params, opt_state, _ = compiled(params, opt_state, x)
+            return telemetry(opt_state), params
 
     for n in range(5):
         x = jnp.full((2, 3), 30.0 if n == 3 else 0.5)
@@ -446,14 +452,14 @@ def test_a_step_file_repeats_the_bad_step_of_every_kind_of_training(tmp_path, ki
 
 def test_a_healthy_run_leaves_nothing_and_keeps_its_memory(tmp_path):
     """No file is written, nothing but a flag is read, and donated memory is used again."""
-    tx = gs.loss_scaled(optax.sgd(0.001), gs.DynamicLossScale(2.0**4), telemetry=True)
-    step, recorder = gs.train_step(loss_fn, tx), StepRecorder(tmp_path / "bad.npz")
-    params = {"w": jnp.ones(3)}
-    opt_state, x = tx.init(params), jnp.ones((2, 3))
+    params, rule = {"w": jnp.ones(3)}, gs.DynamicLossScale(2.0**4)
+    state = gs.TrainState.create(params, optax.sgd(0.001), rule=rule, telemetry=True)
+    step, recorder = gs.train_step(loss_fn), StepRecorder(tmp_path / "bad.npz")
+    x = jnp.ones((2, 3))
     for n in range(3):
-        before = params["w"]
-        params, opt_state, _ = step(params, opt_state, x)
-        assert not recorder.write(n, telemetry(opt_state), params, x)
+        before = state.params["w"]
+        state, _ = step(state, x)
+        assert not recorder.write(n, state.info, state.params, x)
         assert before.is_deleted()
     assert list(tmp_path.iterdir()) == []
 

@@ -339,11 +339,13 @@ def test_a_state_without_the_telemetry_of_its_transformation_is_refused(made, ho
     params = {"w": jnp.ones(2)}
     old = gs.loss_scaled(optax.adam(0.1), gs.DynamicLossScale(8.0), **made).init(params)
     tx = gs.loss_scaled(optax.adam(0.1), telemetry=True, underflow_every=5)
-    step = gs.train_step(lambda p: p["w"].sum(), tx, donate=False)
+    step = gs.train_step(lambda p: p["w"].sum(), donate=False)
+    state = gs.TrainState.create(params, tx).replace(opt_state=old)
     with pytest.raises(ValueError, match=f"opt_state was made without {option}, which tx has"):
-        step(params, old) if how == "train_step" else tx.update(params, old, params)
-    state = tx.init(params)._replace(rule_state=old.rule_state, inner=old.inner)  # as it says
-    assert float(gs.diagnostics.telemetry(step(params, state)[1]).loss_scale) == 8.0
+        step(state) if how == "train_step" else tx.update(params, old, params)
+    new = tx.init(params)._replace(rule_state=old.rule_state, inner=old.inner)  # as it says
+    state, _ = step(state.replace(opt_state=new))
+    assert float(state.info.loss_scale) == 8.0
 
 
 def test_it_is_part_of_the_configuration_and_of_what_is_saved():
@@ -460,14 +462,17 @@ def test_healthy_steps_pass_under_debug_flags(flag, how, rule):
             for _ in range(3):
                 opt.minimize(lambda: loss(*(v.value() for v in w)), w)
             state, params = opt, None
+        elif how == "train_step":
+            options = {"rule": rule(), "telemetry": True, "underflow_every": 2}
+            whole = gs.TrainState.create(params, optax.adam(0.1), **options)
+            step = gs.train_step(lambda p: loss(*p))
+            for _ in range(3):
+                whole, _ = step(whole)
+            state, params = whole.opt_state, whole.params
         else:
             tx = gs.loss_scaled(optax.adam(0.1), rule(), telemetry=True, underflow_every=2)
             state = tx.init(params)
-            step = gs.train_step(lambda p: loss(*p), tx)
             for _ in range(3):
-                if how == "train_step":
-                    params, state, _ = step(params, state)
-                    continue
                 value, grads = gs.value_and_grad(lambda p: loss(*p), state)(params)
                 more = {} if how == "no loss" else {"value": value}
                 updates, state = tx.update(grads, state, params, **more)

@@ -410,22 +410,24 @@ def test_the_arguments_to_differentiate_by():
 
 
 def test_the_scale_of_a_state_is_taken():
-    """`opt_state` tells the scale, which shows in what overflows."""
+    """A state tells the scale, which shows in what overflows; so does one that is given."""
     loss = network(lambda h: h * HALF(2.0**-10) * HALF(2.0**10))
-    tx = gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(2.0**15))
-    x = xray(loss, PARAMS, X, opt_state=tx.init(PARAMS), compiled=False)
+    state = gs.TrainState.create(PARAMS, optax.sgd(0.1))
+    scale = gs.transforms.loss_scale(state.opt_state)
+    assert not xray(loss, PARAMS, X, scale=scale, compiled=False, prescribe=False).finite
+    x = xray(loss, state, X, compiled=False)
     assert (x.scale, x.finite) == (2.0**15, False)
     assert x.remedies[0].scale < 2.0**15
 
 
 def test_wrong_arguments_are_refused():
-    """Both a state and a scale, a scale that is none, a loss that is no scalar."""
-    with pytest.raises(ValueError, match="opt_state or scale"):
-        xray(network(), PARAMS, X, opt_state=gs.loss_scaled(optax.sgd(0.1)).init(PARAMS), scale=2.0)
+    """Neither a state nor a scale, a scale that is none, a loss that is no scalar."""
+    with pytest.raises(TypeError, match=r"Expected a TrainState, or a scale; got neither.*scale=1"):
+        xray(network(), PARAMS, X)
     with pytest.raises(ValueError, match="scale"):
         xray(network(), PARAMS, X, scale=-1.0)
     with pytest.raises(TypeError, match="scalar loss"):
-        xray(lambda w: w, jnp.ones(2))
+        xray(lambda w: w, jnp.ones(2), scale=1.0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
@@ -618,10 +620,10 @@ def test_at_a_scale_of_1_it_says_whether_scaling_is_needed():
 
     w = jnp.full((8, 2), 0.1)
     for count, words in ((1.0, "2^0 fits: float16 needs no"), (2.0**30, "2^0 does not fit")):
-        x = gs.xray(lambda w, n=count: loss_fn(w, n, "float16"), w, prescribe=False)
+        x = gs.xray(lambda w, n=count: loss_fn(w, n, "float16"), w, scale=1.0, prescribe=False)
         assert words in str(x)
         assert ("gs.advise(loss_fn, params, batches) says" in str(x)) == (count > 1)
-    x = gs.xray(lambda w: loss_fn(w, 1.0, "float32"), w)
+    x = gs.xray(lambda w: loss_fn(w, 1.0, "float32"), w, scale=1.0)
     assert "nothing of this step is in half precision" in str(x)
 
 
@@ -654,5 +656,3 @@ def test_a_train_state_has_the_scale_and_the_extra():
         x = xray(loss_fn, state, rows, prescribe=False)
         assert (x.scale, x.finite, x.loss) == (scale, False, pytest.approx(float(loss), rel=1e-3))
         assert xray(loss_fn, state, rows, scale=2.0**-10, prescribe=False).finite
-    with pytest.raises(ValueError, match="Expected no opt_state with a TrainState"):
-        xray(loss_fn, state, rows, opt_state=state.opt_state)

@@ -64,6 +64,8 @@ class Static:
 def partition(tree: Any, kinds: tuple[type, ...] = ARRAYS) -> tuple[list[Any], Static]:
     """Splits a pytree into its arrays, the leaves of these kinds, and the rest."""
     leaves, structure = jax.tree.flatten(tree)
+    if all(issubclass(kind, kinds) for kind in set(map(type, leaves))):
+        return leaves, Static(structure, (_ARRAY,) * len(leaves))
     places = tuple(_ARRAY if isinstance(leaf, kinds) else leaf for leaf in leaves)
     return [leaf for leaf in leaves if isinstance(leaf, kinds)], Static(structure, places)
 

@@ -3,6 +3,7 @@
 import math
 import numbers
 import reprlib
+from types import FunctionType
 from typing import SupportsFloat
 
 import jax
@@ -147,6 +148,11 @@ def transformation(name: str, value: object) -> None:
         if hasattr(value, "stateless_apply")
         else ""
     )
+    if isinstance(value, FunctionType):
+        advice = (
+            " A loss is for gainstage.train_step(loss_fn); for a trainer that differentiates it, "
+            "gainstage.autocast(loss_fn, loss_scale=2.0**15)."
+        )
     advice = " Pass its `tx`." if hasattr(value, "tx") else advice  # as an `nnx.Optimizer` has
     what = f"Expected an optax.GradientTransformation for {name}; got {brief(value)}."
     raise TypeError(f"{what}{advice}")

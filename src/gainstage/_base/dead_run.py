@@ -15,9 +15,8 @@ DEAD = 50  # skipped steps in a row with which a run counts as dead
 
 _LOW = (
     "Skipped steps have lowered the loss scale to its lowest, {lowest}. "
-    "gainstage.xray(loss_fn, params, *batch, opt_state=opt_state) of such a step names "
-    "the operation, and "
-    "gainstage.diagnostics.Alarms says why steps are skipped."
+    "gainstage.xray(loss_fn, params, *batch, scale={power}) of such a step names the operation, "
+    "and gainstage.diagnostics.Alarms says why steps are skipped."
 )
 
 
@@ -87,8 +86,9 @@ class DeadRunWatch:
             self._warned = True
             warn(_message(in_a_row, looked[-1][1], float(np.asarray(scale()))))
         elif looked and self._is_low(looked[-1][3]) and not self._warned:
-            message, self._lowest = _LOW.format(lowest=as_power(self._lowest)), 0.0
-            warn(message)
+            lowest = as_power(self._lowest)
+            self._lowest = 0.0
+            warn(_LOW.format(lowest=lowest, power=lowest.replace("2^", "2.0**")))
         if looked:
             self._keeps_all = in_a_row > 0 and not self._warned
 

@@ -255,7 +255,7 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
         if self._calls_back is None:
             traced = self._compiled.trace(values, args, kwargs).jaxpr
             self._calls_back = jaxprs.calls_back(traced)
-            tell_if_whole(values, (args, kwargs), lambda: traced)
+            tell_if_whole(values, (args, kwargs), traced)
         if self._calls_back or reruns():
             values, result = jax.block_until_ready(self._keeping(values, args, kwargs))
             write(self._state, values)

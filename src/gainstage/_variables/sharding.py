@@ -5,9 +5,10 @@ Where the state of an optimizer lies is in `zero_sharding.py`.
 
 import functools
 import math
+import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from gainstage._programs.jaxprs import AnyJaxpr, equations
 from gainstage._variables.types import OptState, PyTree, Structure, Tree
 from gainstage._variables.variable import Variable, is_inside
 
+_sharding_of = operator.attrgetter("sharding")
 UNDIVIDED = 1024  # elements: smaller state is not sharded further
 
 
@@ -91,8 +93,17 @@ def on_mesh(x: object) -> NamedSharding | None:
 
 def replicated_like(tree: PyTree) -> NamedSharding | None:
     """The sharding of an array that is replicated over the mesh of a pytree; None off a mesh."""
-    found = next(filter(None, map(on_mesh, jax.tree.leaves(tree))), None)
-    return found and NamedSharding(found.mesh, PartitionSpec())
+    leaves = jax.tree.leaves(tree)
+    # Each kind of leaf and of sharding is looked at once: this is called at each step.
+    kinds = set(map(type, leaves))
+    placed = {k for k in kinds if hasattr(k, "sharding") and not issubclass(k, Tracer)}
+    if placed != kinds:
+        leaves = [x for x in leaves if type(x) in placed]
+    shardings = list(map(_sharding_of, leaves))
+    if NamedSharding not in set(map(type, shardings)):
+        return None
+    found = next(sharding for sharding in shardings if isinstance(sharding, NamedSharding))
+    return NamedSharding(found.mesh, PartitionSpec())
 
 
 def axes_of(spec: PartitionSpec) -> frozenset[str]:
@@ -236,13 +247,13 @@ def axes_in(entry: str | Sequence[str] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def tell_if_whole(arrays: PyTree, batch: PyTree, program: Callable[[], AnyJaxpr]) -> None:
+def tell_if_whole(arrays: PyTree, batch: PyTree, program: AnyJaxpr) -> None:
     """Warns if each device of a mesh would compute a whole batch of the host or of one device. One
     that is replicated over the mesh is meant so.
 
     Args:
         arrays, batch: the parameters, and what the step is given beside them.
-        program: returns the step's program, which may itself divide the work.
+        program: the step's program, which may itself divide the work.
     """
     mesh = getattr(replicated_like((arrays, batch)), "mesh", None)
     if mesh is None or mesh.size == 1:
@@ -252,7 +263,7 @@ def tell_if_whole(arrays: PyTree, batch: PyTree, program: Callable[[], AnyJaxpr]
         return
     of_host = [x for x in jax.tree.leaves(batch) if isinstance(x, ARRAYS) and not on_mesh(x)]
     large = any(x.size >= UNDIVIDED and jnp.shape(x)[0] % mesh.size == 0 for x in of_host)
-    if large and not any(map(_divides, equations(program()))):
+    if large and not any(map(_divides, equations(program))):
         axes = ", ".join(f'"{axis}"' for axis in mesh.axis_names)
         spec = f"PartitionSpec(({axes}))" if len(mesh.axis_names) > 1 else f"PartitionSpec({axes})"
         warn(

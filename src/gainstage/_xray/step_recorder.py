@@ -89,15 +89,13 @@ class StepRecorder:
         >>> import tempfile, pathlib
         >>> import gainstage as gs
         >>> import jax.numpy as jnp, optax
-        >>> tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
-        >>> step = gs.train_step(lambda w, x: (w * x) ** 2, tx)
-        >>> params = jnp.float32(1.0)
-        >>> opt_state = tx.init(params)
+        >>> state = gs.TrainState.create(jnp.float32(1.0), optax.sgd(0.1), telemetry=True)
+        >>> step = gs.train_step(lambda w, x: (w * x) ** 2)
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "bad.npz"
         >>> recorder = gs.diagnostics.StepRecorder(path)
         >>> for n, x in enumerate([1.0, 1e30]):
-        ...     params, opt_state, loss = step(params, opt_state, x)
-        ...     print(recorder.write(n, gs.diagnostics.telemetry(opt_state), params, x))
+        ...     state, loss = step(state, x)
+        ...     print(recorder.write(n, state.info, state.params, x))
         False
         True
         >>> bad = gs.diagnostics.read_step(path)

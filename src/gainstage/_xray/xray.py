@@ -13,7 +13,7 @@ from gainstage._base.checks import as_power
 from gainstage._base.progress_bar import counted
 from gainstage._programs import jaxprs
 from gainstage._programs.jaxprs import OPAQUE
-from gainstage._variables.types import OptState, PyTree, Scalar, Using
+from gainstage._variables.types import PyTree, Scalar, Using
 from gainstage._xray.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
 from gainstage._xray.numbers import whole_error
 from gainstage._xray.program import Program, program_of
@@ -36,7 +36,6 @@ NOT_NEEDED = "2^0 fits: float16 needs no loss scaling at these weights"
 def xray(
     loss_fn: Callable[..., Any],
     *args: PyTree,
-    opt_state: OptState | None = None,
     scale: Scalar | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -58,10 +57,9 @@ def xray(
         *args: its arguments in the bad step. A skipped step does not change the parameters, so you
             still have them. A `TrainState` in the place of the parameters has the scale, and the
             `extra` if the loss takes one.
-        opt_state: a state of `loss_scaled`, whose loss scale is used.
-        scale: the loss scale, > 0, instead of `opt_state`; 1 if there is neither, nor a state.
-            After a skipped step a state has a lower scale already; use the `loss_scale` of its
-            `gs.diagnostics.telemetry`, as is done for a `TrainState` with telemetry.
+        scale: the loss scale of the step, > 0; needed unless there is a `TrainState`. After a
+            skipped step a state has a lower scale already: with telemetry, the scale of the step
+            is taken from that.
         argnums: the arguments to differentiate with respect to.
         has_aux: whether `loss_fn` returns (loss, aux).
         using: the function that differentiates, by default as for `gainstage.value_and_grad`.
@@ -73,7 +71,7 @@ def xray(
         An `Xray`; `print` it.
 
     Raises:
-        TypeError, ValueError: the loss is not a scalar, both `opt_state` and `scale` are given, or
+        TypeError, ValueError: the loss is not a scalar, there is neither a state nor a scale, or
             the scale is invalid.
 
     Examples:
@@ -82,7 +80,7 @@ def xray(
         >>> def loss_fn(params, x):
         ...     h = x.astype(jnp.float16) @ params["up"].astype(jnp.float16)
         ...     return (h * h).astype(jnp.float32).mean()
-        >>> x = xray(loss_fn, {"up": jnp.full((4, 2), 100.0)}, jnp.ones((3, 4)))
+        >>> x = xray(loss_fn, {"up": jnp.full((4, 2), 100.0)}, jnp.ones((3, 4)), scale=1.0)
         >>> print(x.finite, x.causes[0].operation, x.causes[0].float32)
         False mul 160000.0
 
@@ -91,22 +89,18 @@ def xray(
     is_cast = plan_of(loss_fn) is not None
     if args and isinstance(args[0], TrainState):
         state, *batch = args
-        if opt_state is not None:
-            raise ValueError(
-                "Expected no opt_state with a TrainState, which has its own; got both."
-            )
         scale = _scale_of_last_step(state) if scale is None else scale
         args = (state.params, *batch)
         if state.extra is not None:
             args = (state.params, state.extra, *batch)
             loss_fn, has_aux = with_parts(loss_fn, True, has_aux), True
-    if opt_state is not None and scale is not None:
-        raise ValueError(
-            "Expected opt_state or scale; got both. `opt_state` contains the loss scale."
+    if scale is None:
+        raise TypeError(
+            "Expected a TrainState, or a scale; got neither. Write gainstage.xray(loss_fn, state, "
+            "*batch); or scale=gainstage.transforms.loss_scale(opt_state), or scale=1.0 for a step "
+            "without loss scaling."
         )
-    if opt_state is not None:
-        scale = loss_scaled_state(opt_state).rule_state.scale
-    value = checks.loss_scale("scale", 1.0 if scale is None else float(np.asarray(scale)))
+    value = checks.loss_scale("scale", float(np.asarray(scale)))
     program = program_of(loss_fn, args, argnums, has_aux, using)
     steps = jaxprs.count(program.jaxpr)
     with counted(steps, "X-ray", "trying change", every=16, shows=progress) as tick:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from gainstage._variables.types import OptState, P, R
+from gainstage._variables.types import P, R
 from gainstage.demo.photographs import (
     Batch,
     Evaluation,
@@ -28,9 +28,8 @@ from gainstage.demo.photographs import (
 from gainstage.precision.autocast import autocast
 from gainstage.rules import DynamicLossScale, FixedLossScale
 from gainstage.transforms.loss_scaled import loss_scaled
+from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.train_step import train_step
-from gainstage.transforms.updates import step_was_applied
-from gainstage.transforms.value_and_grad import loss_scale
 
 # By default XLA may keep float16 results in float32 between operations, and so hide the very
 # rounding that the demo is about.
@@ -106,30 +105,29 @@ class Trainer:
         self.tx: optax.GradientTransformationExtraArgs = loss_scaled(
             optax.adam(rate, eps=1e-12), rule
         )
-        self._take = train_step(self._of_rank, self.tx, donate=False)
-        self._step = jit(self._taken, donate_argnums=(0, 1))
+        self._take = train_step(self._of_rank, donate=False)
+        self._step = jit(self._taken, donate_argnums=0)
 
     def _of_rank(self, weights: Weights, batch: Batch, ranks: ArrayLike) -> jax.Array:
         return self._loss(weights, batch) / ranks
 
     def _taken(
-        self, weights: Weights, state: OptState, batch: Batch, ranks: ArrayLike
-    ) -> tuple[Weights, OptState, tuple[jax.Array, ...]]:
+        self, state: TrainState[Weights], batch: Batch, ranks: ArrayLike
+    ) -> tuple[TrainState[Weights], tuple[jax.Array, ...]]:
         """One step, and what to record of it."""
-        scale = loss_scale(state)
-        weights, state, value = self._take(weights, state, batch, ranks)
-        return weights, state, (value * ranks, scale, ~step_was_applied(state))
+        new, value = self._take(state, batch, ranks)
+        return new, (value * ranks, state.loss_scale, ~new.applied)
 
     def run(self, seed: int, ranks: int, advance: Callable[[], None] = lambda: None) -> Training:
         """Trains with the weights and the batches of a seed; `advance` is called each step."""
         weights: Weights = [jnp.asarray(w) for w in initial_weights(self.task, seed)]
-        state, parts = self.tx.init(weights), np.float32(ranks)
+        state, parts = TrainState.create(weights, self.tx), np.float32(ranks)
         history, probe, start = [], None, time.perf_counter()
         batches = itertools.islice(draw_batches(self.task, seed), self.task.steps)
         for step, batch in enumerate(batches):
             if step == self.task.steps // 4:
-                probe = self._probe(weights, batch, parts, float(loss_scale(state)))
-            weights, state, record = self._step(weights, state, batch, parts)
+                probe = self._probe(state.params, batch, parts, float(state.loss_scale))
+            state, record = self._step(state, batch, parts)
             history.append(record)
             if step % 20 == 0:
                 jax.block_until_ready(record)  # so that the bar shows what is done
@@ -137,7 +135,7 @@ class Trainer:
         errors, scales, skipped = map(np.array, zip(*jax.device_get(history), strict=True))
         seconds = time.perf_counter() - start
         assert probe is not None
-        denoised = evaluation(self._network(weights, held_out_images()[0]))
+        denoised = evaluation(self._network(state.params, held_out_images()[0]))
         return Training(self.mode, ranks, errors, scales, skipped, seconds, probe, denoised)
 
     def _probe(self, weights: Weights, batch: Batch, ranks: np.float32, scale: float) -> Probe:

@@ -153,7 +153,7 @@ class Samples:
                 raise ValueError(
                     f"Expected a function whose loss and gradients are finite in float32; got a "
                     f"loss of {float(results[0])} on batch {number}. Look for the cause: "
-                    f"gainstage.xray(fun, params, *batch)."
+                    f"gainstage.xray(fun, params, *batch, scale=1.0)."
                 )
         if not any(np.any(g) for results in found for g in results[1:]):
             raise ValueError(

@@ -13,7 +13,7 @@ SHARE = 0.1  # the largest share of skipped steps that is no finding
 IN_A_ROW = 16  # steps in a row that were retried
 ZEROS = 50  # applied steps in a row without any gradient
 LOW = 16  # bits between the largest gradient and the limit
-XRAY = "gs.xray(loss_fn, params, batch, opt_state=opt_state) of such a step names the operation"
+XRAY = "gs.xray(loss_fn, state, *batch) of such a step names the operation"
 PASS_LOSS = (
     "update(..., value=loss) in an optax loop, apply(..., loss=loss); minimize does it itself"
 )

@@ -19,6 +19,7 @@ from gainstage.optimizers._step.saving import unique_names
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.transforms import models
 from gainstage.transforms.loss_scaled_state import observed_in
+from gainstage.transforms.train_state import TrainState
 
 MEASURED = (
     "zero", "flushed", "subnormal", "headroom", "error", "unscaled_error", "norm_share"
@@ -372,7 +373,8 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
 
     Args:
         opt_or_state: as for `telemetry`.
-        params: for a state, the parameters or the model; their paths are the names.
+        params: for a state of optax, the parameters or the model; their paths are the names. A
+            `TrainState` has its own.
 
     Raises:
         TypeError, ValueError: as `telemetry`; or `params` has another number of leaves.
@@ -395,6 +397,8 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
         key: 0.02% off, 0.0% zero, 0.0% flushed to zero, 0.0% subnormal, 5 bits of headroom
     """
     info, causes, exponents = jax.device_get(_observed(opt_or_state))
+    if isinstance(opt_or_state, TrainState) and params is None:
+        params = opt_or_state.params
     if isinstance(opt_or_state, LossScaleOptimizer):
         names = unique_names(opt_or_state.trainable_variables)
     elif params is None:

@@ -25,7 +25,15 @@ from gainstage._variables.sharding import (
     typed_like,
     typed_sharding,
 )
-from gainstage._variables.types import Flag, OptState, PyTree, Scalar, Structure, Transformation
+from gainstage._variables.types import (
+    Flag,
+    OptState,
+    PyTree,
+    Scalar,
+    Structure,
+    Transformation,
+    Tree,
+)
 from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import axis_names, created_over, divided_gradients
 from gainstage.rules.loss_scale import (
@@ -176,6 +184,8 @@ class ScaledTransformation:
         self._watches = self.rule != FixedLossScale(1.0)  # gradients times 1 are the true ones
         self._told = set[str]()  # the warnings that were given
         self._fits = False  # whether an update got a state that fits: an eager loop is checked once
+        # What decides what it does: two that are made alike of one `tx` do the same.
+        self.key: tuple[Any, ...] = (self._tx, self.rule, telemetry, every, over)
 
     def as_optax(self) -> optax.GradientTransformationExtraArgs:
         """The transformation of optax, whose `update` is a method of this object."""
@@ -192,7 +202,7 @@ class ScaledTransformation:
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
         first = self._scaling.first(start(self.rule), len(leaves_and_none(params)))
         state = LossScaledState(first.rule_state, inner, jnp.array(True), first.observed)
-        return _on_mesh_of(params, state)
+        return on_mesh_of(params, state)
 
     def _first(self, params: PyTree) -> OptState:
         """The state of `tx` before the first step."""
@@ -360,7 +370,7 @@ def _sums_of_multi_steps(
     return [total(path, gradient) for path, gradient in named]
 
 
-def _on_mesh_of(params: PyTree, state: LossScaledState) -> LossScaledState:
+def on_mesh_of(params: PyTree, state: Tree) -> Tree:
     """The state, with arrays that are not on a mesh replicated over the parameters' mesh.
 
     Slots already have their parameter's sharding, if `params` are arrays that are not traced."""

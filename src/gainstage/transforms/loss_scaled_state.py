@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from gainstage._base.checks import brief
 from gainstage._scaling.step_telemetry import Observed
@@ -167,6 +168,8 @@ def observed_in(opt_state: OptState) -> Observed:
 
 def states_in(tree: PyTree) -> list[LossScaledState]:
     """All states of `loss_scaled` inside an optax state."""
+    if isinstance(tree, LossScaledState):
+        return [tree]
     nodes = jax.tree.leaves(tree, is_leaf=_is_state)
     return [node for node in nodes if _is_state(node)]
 
@@ -196,6 +199,17 @@ def with_first_scale_if_skipped(last: OptState, first: OptState) -> OptState:
         return state._replace(rule_state=scale)
 
     return _with_states(changed, last)
+
+
+def with_scale(opt_state: OptState, scale: ArrayLike) -> OptState:
+    """An optax state with another loss scale, which lies where the old one does."""
+
+    def changed(state: LossScaledState) -> LossScaledState:
+        old = state.rule_state
+        new = jnp.zeros_like(old.scale) + jnp.asarray(scale, jnp.float32)
+        return state._replace(rule_state=old._replace(scale=new))
+
+    return _with_states(changed, opt_state)
 
 
 def _with_states(
@@ -240,8 +254,8 @@ def refuse_other(
         raise ValueError(
             f"opt_state was made by another chain than tx, or for other parameters: they differ in "
             f"{brief(differ)}. Use the chain that made it, or start with opt_state = "
-            f"tx.init(params). If `using` selects some parameters of a model, pass these alone, "
-            f"such as nnx.state(model, nnx.LoRAParam); for all parameters leave `using` out."
+            f"tx.init(params). If `using` selects some parameters of a model, pass these alone: "
+            f"tx.init(nnx.state(model, nnx.LoRAParam)); for all parameters leave `using` out."
         ) from error
 
 

@@ -42,8 +42,7 @@ def partition_model(
     """Splits a model into its arrays, the leaves of these kinds, and the rest. Each variable that
     parts of an NNX model share is there once, and is shared again when it is combined."""
     arrays, static = partition(model, kinds)
-    may_share = len({id(x) for x in arrays}) < len(arrays)
-    if may_share and is_node(model):
+    if is_node(model) and len(set(map(id, arrays))) < len(arrays):
         definition, state = _nnx().split(model)
         leaves, structure = jax.tree.flatten(state)
         if len(leaves) < len(arrays):
@@ -63,11 +62,6 @@ def sharing_as(original: PyTree, copy: Tree) -> Tree:
     state = _nnx().from_flat_state([(at, copies[at]) for at in own])
     merged = iter(_nnx().merge(_nnx().split(nodes)[0], state))
     return jax.tree.map(lambda x: next(merged) if is_node(x) else x, copy, is_leaf=is_node)
-
-
-def copied(tree: Tree) -> Tree:
-    """A pytree whose NNX objects are copies, for one trace of a function that changes them."""
-    return jax.tree.map(lambda x: x, tree) if nodes_in(tree) else tree
 
 
 def values_in(tree: PyTree) -> Before:

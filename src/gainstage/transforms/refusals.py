@@ -10,6 +10,8 @@ import optax
 from gainstage._base._jax import Tracer
 from gainstage._base.checks import brief
 from gainstage._base.warn import warn
+from gainstage._programs import jaxprs
+from gainstage._programs.operations import PRODUCTS
 from gainstage._variables.types import OptState, PyTree, Structure
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
@@ -62,11 +64,42 @@ def statistics_in(params: PyTree, inner: OptState) -> str | None:
         return None
     return (
         "These params are all variables of a Flax Linen module, so its batch_stats are trained as "
-        "weights are. Pass variables['params'] to tx.init, and step(params, opt_state, stats, x); "
-        "loss_fn(params, stats, x) applies the module to {'params': params, 'batch_stats': stats} "
-        "and returns (loss, new stats), with train_step(..., has_aux=True). To keep the old stats "
-        "of a skipped step: gainstage.transforms.select_if_applied(new, old, opt_state)."
+        "weights are. Write TrainState.create(variables['params'], tx, "
+        "extra=variables['batch_stats']); loss_fn(params, extra, x) applies the module to "
+        "{'params': params, 'batch_stats': extra} and returns (loss, new extra)."
     )
+
+
+NOTHING_IN_HALF = (
+    "No product of this loss is in half precision, so its loss scale changes nothing. Write "
+    "gainstage.train_step(gainstage.autocast(loss_fn)); for training in float32, "
+    "gainstage.TrainState.create(params, tx, rule=gainstage.FixedLossScale(1.0)). To silence this "
+    'warning: warnings.filterwarnings("ignore", message="No product of this loss").'
+)
+BFLOAT16_ALONE = (
+    "All products of this loss in half precision are in bfloat16, which has the range of float32 "
+    "and needs no loss scale that adapts. Write gainstage.TrainState.create(params, tx, "
+    "rule=gainstage.FixedLossScale(1.0)). To silence this warning: "
+    'warnings.filterwarnings("ignore", message="All products of this loss").'
+)
+
+
+def needless_scale(program: jaxprs.AnyJaxpr) -> str | None:
+    """A warning for a step that adapts a loss scale which its program does not need; None if there
+    is something in float16 or float8, or something that cannot be looked into."""
+    dtypes, products = set[Any](), set[Any]()
+    for eqn in jaxprs.equations(program):
+        if eqn.primitive.name in jaxprs.OPAQUE:
+            return None
+        found = {getattr(variable.aval, "dtype", None) for variable in eqn.invars} - {None}
+        dtypes |= found
+        if eqn.primitive.name in PRODUCTS:
+            products |= found
+    floats = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
+    small = {dtype for dtype in floats if dtype.itemsize < 4}
+    if not small:
+        return NOTHING_IN_HALF if floats & products else None
+    return BFLOAT16_ALONE if small == {jnp.dtype(jnp.bfloat16)} <= products else None
 
 
 def told_if_plain(
@@ -151,9 +184,9 @@ def unrecorded(option: str) -> ValueError:
     )
 
 
-def explain_step(error: Exception, params: PyTree, opt_state: OptState, batch: PyTree) -> None:
+def explain_step(error: Exception, state: PyTree, batch: PyTree) -> None:
     """Raises a clearer error than JAX's if a batch has no arrays, or an argument is deleted."""
-    trees = {"params": params, "opt_state": opt_state, "batch": batch}
+    trees = {"state": state, "batch": batch}
     leaves = {
         name + jax.tree_util.keystr(path): leaf
         for name, tree in trees.items()
@@ -169,7 +202,7 @@ def explain_step(error: Exception, params: PyTree, opt_state: OptState, batch: P
         dtype = getattr(leaf, "dtype", None)
         kind = getattr(dtype, "kind", "O")
         is_known = isinstance(leaf, jax.Array | complex | float | int) or kind not in "OSU"
-        if "requires real" in str(error) and name.startswith("params") and kind in "biu":
+        if "requires real" in str(error) and name.startswith("state.params") and kind in "biu":
             raise TypeError(
                 f"Expected floating parameters; got {dtype} for `{name}`. Pass what is not "
                 f"trained in the batch, or make it floating: jnp.asarray(x, jnp.float32)."

@@ -2,14 +2,19 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import inspect
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, NamedTuple, Self, overload
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from gainstage._base import checks
+from gainstage._base._jax import Tracer
+from gainstage._base.arrays import joined
 from gainstage._base.checks import InvalidArgumentError, brief
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage._variables.types import (
@@ -24,8 +29,14 @@ from gainstage._variables.types import (
 )
 from gainstage.rules.loss_scale import Rule
 from gainstage.transforms import models, nnx_objects
-from gainstage.transforms.loss_scaled import loss_scaled
-from gainstage.transforms.loss_scaled_state import loss_scaled_state, observed_in, states_in
+from gainstage.transforms.loss_scaled import loss_scaled, on_mesh_of, transformation_of
+from gainstage.transforms.loss_scaled_state import (
+    loss_scaled_state,
+    observed_in,
+    states_in,
+    with_scale,
+)
+from gainstage.transforms.models import Model
 from gainstage.transforms.refusals import check_leaves
 from gainstage.transforms.updates import apply_updates, select_if_applied, step_was_applied
 from gainstage.transforms.value_and_grad import value_and_grad
@@ -80,25 +91,24 @@ class TrainState(Generic[Params]):
     step: jax.Array
     tx: optax.GradientTransformationExtraArgs
 
-    @classmethod
+    @staticmethod
     def create(
-        cls,
-        params: Params,
+        params: Model,
         tx: Transformation,
         *,
         extra: PyTree = None,
         rule: Rule | None = None,
         telemetry: bool = False,
         underflow_every: int | None = None,
-        shard_state_over: str | None = None,
-    ) -> Self:
+        shard_state_over: str | Sequence[str] | None = None,
+    ) -> "TrainState[Model]":
         """Returns the state before the first step.
 
         Args:
             params: a pytree of arrays, or a model of Flax NNX or Equinox.
             tx: a transformation of optax. One that `loss_scaled` has made, or a chain with one in
-                it, is taken as it is: give several states the same one if they are to be mapped
-                together, or stepped by one program.
+                it, is taken as it is. States with the same `tx` are mapped together, and stepped by
+                one program.
             extra: what else a loss changes, a pytree of arrays; None if there is nothing.
             rule, telemetry, underflow_every, shard_state_over: as for `loss_scaled`.
 
@@ -117,7 +127,7 @@ class TrainState(Generic[Params]):
             "underflow_every": underflow_every,
             "shard_state_over": shard_state_over,
         }
-        if states_in(jax.eval_shape(tx.init, trainable)):
+        if _has_scale(tx, trainable):
             if named := [name for name, value in given.items() if value is not None]:
                 raise ValueError(
                     f"Expected no {named[0]}, as tx has a loss scale; got {given[named[0]]!r}. "
@@ -132,7 +142,8 @@ class TrainState(Generic[Params]):
                 underflow_every=underflow_every,
                 shard_state_over=shard_state_over,
             )
-        return cls(params, scaled.init(trainable), extra, jnp.int32(0), scaled)
+        extra, step = on_mesh_of(trainable, (extra, jnp.int32(0)))
+        return TrainState(params, scaled.init(trainable), extra, step, scaled)
 
     @property
     def loss_scale(self) -> jax.Array:
@@ -153,9 +164,23 @@ class TrainState(Generic[Params]):
         """
         return observed_in(self.opt_state).info
 
-    def replace(self, **changes: Any) -> Self:
-        """Returns a state with other fields, such as `state.replace(params=params)`."""
-        return dataclasses.replace(self, **changes)
+    def replace(self, *, loss_scale: ArrayLike | None = None, **changes: Any) -> Self:
+        """Returns a state with other fields, such as `state.replace(params=params)`.
+
+        Args:
+            loss_scale: another loss scale, a number > 0; the rule goes on from it.
+            **changes: the fields of the state by name.
+
+        Raises:
+            TypeError: a state has no such field.
+        """
+        state = dataclasses.replace(self, **changes)
+        if loss_scale is None:
+            return state
+        if not isinstance(loss_scale, Tracer):
+            loss_scale = checks.loss_scale("loss_scale", loss_scale)
+        opt_state = with_scale(state.opt_state, loss_scale)
+        return dataclasses.replace(state, opt_state=opt_state)
 
     @overload
     def value_and_grad(
@@ -249,7 +274,13 @@ class TrainState(Generic[Params]):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the transformation, which is made of functions that cannot be pickled."""
-        return {**vars(self), "tx": None}
+        return {**{name: getattr(self, name) for name in _FIELDS}, "tx": None}
+
+
+def key_of(tx: Any) -> Any:
+    """What decides what a transformation does; None for that of a pickled state."""
+    scaled = None if tx is None else transformation_of(tx)
+    return scaled.key if scaled else tx
 
 
 def with_parts(
@@ -260,6 +291,7 @@ def with_parts(
 
     @functools.wraps(loss_fn, updated=())  # NNX finds the names of arguments in the signature
     def whole(*args: Any, **kwargs: Any) -> tuple[Any, tuple[PyTree, Any]]:
+        _check_arguments(loss_fn, args, kwargs, has_extra)
         result = loss_fn(*args, **kwargs)
         if len(names) == 1:
             return result, (None, None)
@@ -274,6 +306,28 @@ def with_parts(
     return whole
 
 
+def _check_arguments(
+    loss_fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], has_extra: bool
+) -> None:
+    """Raises a TypeError for a loss that takes other arguments than it is given."""
+    try:
+        inspect.signature(loss_fn).bind(*args, **kwargs)
+    except ValueError:  # it has no signature
+        return
+    except TypeError as error:
+        given = "params, extra, *batch" if has_extra else "params, *batch"
+        advice = (
+            "Take the extra of the state as the second argument."
+            if has_extra
+            else "A loss that takes an extra needs a state that has one: "
+            "gainstage.TrainState.create(params, tx, extra=extra)."
+        )
+        raise TypeError(
+            f"Expected a loss_fn of ({given}), here of {len(args)} arguments; got one to which "
+            f"this applies: {error}. {advice}"
+        ) from error
+
+
 def nnx_copy(params: Params) -> tuple[Params, nnx_objects.Before | None]:
     """A copy of an NNX model, which a call may change, with its values before; other parameters as
     they are, and None."""
@@ -281,6 +335,17 @@ def nnx_copy(params: Params) -> tuple[Params, nnx_objects.Before | None]:
         return params, None
     copy = nnx_objects.sharing_as(params, jax.tree.map(lambda x: x, params))
     return copy, nnx_objects.values_in(copy)
+
+
+def _has_scale(tx: Transformation, params: PyTree) -> bool:
+    """Whether there is a loss scale in the state of a transformation."""
+    if transformation_of(tx):
+        return True
+    try:
+        first = jax.eval_shape(tx.init, params)
+    except jax.errors.JAXTypeError:  # its `init` reads the values of the parameters
+        first = tx.init(params)
+    return bool(states_in(first))
 
 
 def _no_extra(extra: object) -> InvalidArgumentError:
@@ -316,44 +381,67 @@ def check_like(name: str, given: PyTree, other: str, expected: PyTree) -> None:
 
 
 class _Values(NamedTuple):
-    """The leaves of an Equinox model that are no arrays, which are static, as in `filter_jit`."""
+    """An Equinox model without its arrays: its leaves that are no arrays are static, as in
+    `filter_jit`."""
 
     structure: Structure
-    leaves: tuple[tuple[int, Any], ...]  # with their places
+    names: tuple[str | None, ...]  # of its leaves; None for a static one
+    static: tuple[Any, ...]
+
+    def arrays(self, model: Any) -> dict[str, Any]:
+        """The arrays of the model by name, or what they were mapped to."""
+        leaves = self.structure.flatten_up_to(model)
+        return {n: leaf for n, leaf in zip(self.names, leaves, strict=True) if n is not None}
+
+    def model(self, arrays: Any) -> Any:
+        """The model with these arrays; what is not by name as it is."""
+        if not isinstance(arrays, dict):
+            return arrays
+        static = iter(self.static)
+        leaves = [next(static) if name is None else arrays[name] for name in self.names]
+        return self.structure.unflatten(leaves)
 
 
-def _without_values(params: Any) -> tuple[Any, _Values | None]:
-    """An Equinox model without its leaves that are no arrays; other parameters as they are."""
-    if models.library(params) != models.EQUINOX:
-        return params, None
+def _values_of(model: Any) -> _Values:
+    """What is static of an Equinox model."""
     structure: Structure
-    leaves, structure = jax.tree.flatten(params)
-    found = [
-        (place, leaf)
-        for place, leaf in enumerate(leaves)
-        if callable(leaf) or isinstance(leaf, (bool, int, float, complex, str))
-    ]
-    for place, _ in found:
-        leaves[place] = None
-    return structure.unflatten(leaves), _Values(structure, tuple(found))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(model)
+    static = [x for _, x in leaves if _is_static(x)]
+    names = [None if _is_static(x) else joined(path) for path, x in leaves]
+    return _Values(structure, tuple(names), tuple(static))
 
 
-def _with_values(params: Any, values: _Values | None) -> Any:
-    """The model that `_without_values` has divided."""
-    if values is None:
-        return params
-    leaves = values.structure.flatten_up_to(params)
-    for place, leaf in values.leaves:
-        leaves[place] = leaf
-    return values.structure.unflatten(leaves)
+def _is_static(leaf: object) -> bool:
+    return callable(leaf) or isinstance(leaf, (bool, int, float, complex, str))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Static:
+    """What is static of a state. Two transformations that `loss_scaled` has made alike of the same
+    one are equal, so that states of two calls of `create` are of one structure."""
+
+    tx: Any
+    values: _Values | None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Static) or self.values != other.values:
+            return False
+        return self.tx is other.tx or key_of(self.tx) == key_of(other.tx)
+
+    def __hash__(self) -> int:
+        return hash((key_of(self.tx), self.values))
 
 
 _FIELDS = "params", "opt_state", "extra", "step"
+_KNOWN = "_values"  # where a state of an Equinox model keeps its `_Values`
 
 
 def _flatten(state: TrainState[Any]) -> tuple[tuple[Any, ...], Any]:
-    params, values = _without_values(state.params)
-    return (params, state.opt_state, state.extra, state.step), (state.tx, values)
+    params, values = state.params, None
+    if models.EQUINOX in sys.modules and models.library(params) == models.EQUINOX:
+        values = vars(state).get(_KNOWN) or _values_of(params)
+        params = values.arrays(params)
+    return (params, state.opt_state, state.extra, state.step), _Static(state.tx, values)
 
 
 def _flatten_with_keys(state: TrainState[Any]) -> tuple[tuple[Any, ...], Any]:
@@ -363,9 +451,13 @@ def _flatten_with_keys(state: TrainState[Any]) -> tuple[tuple[Any, ...], Any]:
 
 
 def _unflatten(static: Any, children: Any) -> TrainState[Any]:
-    tx, values = static
     params, opt_state, extra, step = children
-    return TrainState(_with_values(params, values), opt_state, extra, step, tx)
+    if static.values is None:
+        return TrainState(params, opt_state, extra, step, static.tx)
+    params = static.values.model(params)
+    state = TrainState(params, opt_state, extra, step, static.tx)
+    vars(state)[_KNOWN] = static.values  # the leaves may be anything now, such as their names
+    return state
 
 
 jax.tree_util.register_pytree_with_keys(TrainState, _flatten_with_keys, _unflatten, _flatten)

@@ -1,12 +1,13 @@
-"""A whole train step as one compiled program, for optax loops."""
+"""A whole step of a train state as one compiled program."""
 
 import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, TypeVarTuple, overload
+from typing import Any, Generic, Literal, NamedTuple, TypeVarTuple, overload
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.stages import Wrapped
 
@@ -25,17 +26,7 @@ from gainstage._variables.sharding import (
     tell_if_whole,
     warned_of_sums,
 )
-from gainstage._variables.types import (
-    Aux,
-    OptState,
-    P,
-    Params,
-    PyTree,
-    Scalar,
-    Transformation,
-    Tree,
-    Using,
-)
+from gainstage._variables.types import Aux, OptState, Params, PyTree, Scalar, Using
 from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import divided_state
 from gainstage.rules.loss_scale import LossScale
@@ -53,8 +44,8 @@ from gainstage.transforms.loss_scaled_state import (
     without_scalars,
 )
 from gainstage.transforms.nnx_objects import Graph, partition_model
-from gainstage.transforms.refusals import explain_step
-from gainstage.transforms.train_state import TrainState, check_like, with_parts
+from gainstage.transforms.refusals import explain_step, needless_scale
+from gainstage.transforms.train_state import TrainState, check_like, key_of, with_parts
 from gainstage.transforms.updates import apply_updates, select_if_applied
 from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
 
@@ -70,13 +61,35 @@ More = TypeVarTuple("More")  # the type of aux, if there is one
 
 @overload
 def train_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., Scalar | tuple[Scalar, Any]],
     *,
     has_aux: Literal[False] = False,
     using: Using | None = ...,
     donate: bool = True,
     retries: int = 0,
-) -> "StateStep[()]": ...
+) -> "TrainStep[()]": ...
+
+
+@overload
+def train_step(
+    loss_fn: Callable[..., tuple[Scalar, Aux]],
+    *,
+    has_aux: Literal[True],
+    using: Using | None = ...,
+    donate: bool = True,
+    retries: int = 0,
+) -> "TrainStep[Aux]": ...
+
+
+@overload
+def train_step(
+    loss_fn: Callable[..., tuple[Scalar, Any, Aux]],
+    *,
+    has_aux: Literal[True],
+    using: Using | None = ...,
+    donate: bool = True,
+    retries: int = 0,
+) -> "TrainStep[Aux]": ...
 
 
 @overload
@@ -87,48 +100,22 @@ def train_step(
     using: Using | None = ...,
     donate: bool = True,
     retries: int = 0,
-) -> "StateStep[Any]": ...
-
-
-@overload
-def train_step(
-    loss_fn: Callable[Concatenate[Params, P], Scalar],
-    tx: Transformation,
-    *,
-    has_aux: Literal[False] = False,
-    using: Using | None = ...,
-    donate: bool = True,
-    retries: int = 0,
-) -> "TrainStep[Params, P]": ...
-
-
-@overload
-def train_step(
-    loss_fn: Callable[Concatenate[Params, P], tuple[Scalar, Aux]],
-    tx: Transformation,
-    *,
-    has_aux: Literal[True],
-    using: Using | None = ...,
-    donate: bool = True,
-    retries: int = 0,
-) -> "TrainStep[Params, P, Aux]": ...
+) -> "TrainStep[Any]": ...
 
 
 @overload
 def train_step(
     loss_fn: Callable[..., Any],
-    tx: Transformation,
     *,
     has_aux: bool,
     using: Using | None = ...,
     donate: bool = True,
     retries: int = 0,
-) -> Any: ...
+) -> "TrainStep[*tuple[Any, ...]]": ...
 
 
 def train_step(
     loss_fn: Callable[..., Any],
-    tx: Transformation | None = None,
     *,
     has_aux: bool = False,
     using: Using | None = None,
@@ -137,24 +124,22 @@ def train_step(
 ) -> Any:
     """A compiled train step: scaled loss, gradients, check, update.
 
-    It computes the same as a loop over `value_and_grad`, `tx.update` and `apply_updates`, but
-    faster: gradients are unscaled where they are used, and stored once. If an argument is on a
-    mesh, parameters and state keep their shardings, and those without one are replicated.
+    It computes the same as `value_and_grad` and `apply_gradients` of a `TrainState` inside of
+    `jax.jit`, but faster: gradients are unscaled where they are used, and stored once. If an
+    argument is on a mesh, parameters and state keep their shardings, and those without one are
+    replicated.
 
     Args:
         loss_fn: a function `(params, *batch)` that returns a scalar loss, or (loss, aux). `params`
-            may be an NNX or Equinox model. For a `TrainState` with `extra` it is `(params, extra,
+            may be an NNX or Equinox model. For a state with `extra` it is `(params, extra,
             *batch)`, and returns (loss, extra), or (loss, extra, aux).
-        tx: None for a step of a `TrainState`, which has its own; else a transformation of
-            `loss_scaled`, or a chain that begins with one. The chain gets true gradients, as from
-            `value_and_grad`.
         has_aux: whether `loss_fn` returns aux.
         using: the function that differentiates, by default as for `value_and_grad`.
         donate: whether a step donates its state, which is then deleted. An array
-            that is there twice, or also in the batch, is copied first. The loss scale and the
-            numbers of `telemetry` are not donated, so you may read them later; `report` needs the
-            newest state. Nothing is donated under `jax_debug_nans` and `jax_debug_infs`. If a step
-            is interrupted before its results are assigned, they are lost: restart from a
+            that is there twice, or also in the batch, is copied first. The loss scale, `step` and
+            the numbers of the telemetry are not donated, so you may read them later; `report` needs
+            the newest state. Nothing is donated under `jax_debug_nans` and `jax_debug_infs`. If a
+            step is interrupted before its results are assigned, they are lost: restart from a
             checkpoint.
         retries: the largest number of times that a step with a non-finite gradient is taken again
             with the same batch, >= 0, at the scale that the rule has lowered. There is no retry if
@@ -163,17 +148,16 @@ def train_step(
             or batch is made for it. With retries, the host reads one bit at each step on a GPU.
 
     Returns:
-        A function `step(state, *batch)` that returns the new state, the true loss in float32, and
-        `aux` if there is one; with `tx`, `step(params, opt_state, *batch)`, which returns `params`
-        and `opt_state` in the place of the state. `step.lower(...)` lowers the program, also for
-        `jax.ShapeDtypeStruct` arguments.
+        A function `step(state, *batch)` that returns the new `TrainState`, the true loss in
+        float32, and `aux` if there is one. It takes any state. `step.lower(state, *batch)` lowers
+        the program, also for `jax.ShapeDtypeStruct` arguments.
 
     Raises:
-        TypeError: `tx` is not a transformation, `loss_fn` has a `loss_scale` of its own, `donate`
-            is not a bool, or `retries` not a number; from `step`, the loss or a parameter is no
-            array.
-        ValueError: `retries` is not an integer >= 0; from `step`, `opt_state` has no loss-scale
-            state, or several, or a transformation around `loss_scaled` could hide an overflow.
+        TypeError: `loss_fn` is not callable, or has a `loss_scale` of its own, `donate` is not a
+            bool, or `retries` not a number; from `step`, the first argument is no `TrainState`, or
+            the loss or a parameter no array.
+        ValueError: `retries` is not an integer >= 0; from `step`, a transformation around
+            `loss_scaled` could hide an overflow.
 
     Examples:
         >>> import gainstage as gs
@@ -185,30 +169,74 @@ def train_step(
         >>> print(loss, state.params)
         0.5 [0.25 0.25]
 
-        The same with the parts of a state, in a loop that has them already:
-
-        >>> tx = gs.loss_scaled(optax.sgd(0.25))
-        >>> step = gs.train_step(lambda w, x: ((w * x) ** 2).sum(), tx)
-        >>> params = jnp.ones(2)
-        >>> params, opt_state, loss = step(params, tx.init(params), 1.0)
-        >>> print(loss, params)
-        2.0 [0.5 0.5]
-
     Source: `jax.value_and_grad`; `optax.apply_updates`.
     """
-    if hasattr(loss_fn, "update") and not hasattr(tx, "update"):
+    if not callable(loss_fn):
         raise TypeError(
-            f"Expected train_step(loss_fn, tx), the loss first; got {checks.brief(loss_fn)}."
+            f"Expected a function for loss_fn; got {checks.brief(loss_fn)}. The optimizer is part "
+            f"of the state: gainstage.TrainState.create(params, tx)."
+        )
+    if using is not None and not callable(using):
+        raise TypeError(
+            f"Expected a function such as jax.value_and_grad for using; got {checks.brief(using)}."
         )
     refuse_self_scaled(loss_fn, "train_step")
-    donates = checks.flag("donate", donate)
-    if tx is None:
-        retries = checks.integer("retries", retries, low=0)
-        return StateStep(loss_fn, checks.flag("has_aux", has_aux), using, donates, retries)
-    checks.transformation("tx", tx)
-    tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
+    donates, has_aux = checks.flag("donate", donate), checks.flag("has_aux", has_aux)
     retries = checks.integer("retries", retries, low=0)
-    return TrainStep(loss_fn, tx, has_aux, using, donates, retries)
+    found: Any = TrainStep(_Options(loss_fn, has_aux, using, donates, retries))
+    return found
+
+
+class _Options(NamedTuple):
+    """The arguments of `train_step`."""
+
+    loss_fn: Callable[..., Any]
+    has_aux: bool
+    using: Using | None
+    donates: bool
+    retries: int
+
+
+class TrainStep(Generic[*More]):
+    """The compiled step that `train_step` returns."""
+
+    def __init__(self, options: _Options):
+        self._options = options
+        self._compiled: dict[Any, _CompiledStep] = {}  # by transformation
+
+    def __call__(
+        self, state: TrainState[Params], *batch: PyTree, **named: PyTree
+    ) -> tuple[TrainState[Params], jax.Array, *More]:
+        """Takes a step; returns the new state, the true loss, and `aux` if there is one."""
+        if named:
+            raise TypeError(
+                f"Expected the batch by position; got {', '.join(named)} by name. Write "
+                f"step(state, {', '.join(named)})."
+            )
+        found: Any = self._of(state).take(state, batch)
+        return found
+
+    def lower(self, state: TrainState[Any], *batch: PyTree) -> jax.stages.Lowered:
+        """Returns the lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
+        return self._of(state).lowered(state, batch)
+
+    def _of(self, state: object) -> "_CompiledStep":
+        """The step of the transformation of a state."""
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"Expected a TrainState first, as in state, loss = step(state, *batch); got "
+                f"{checks.brief(state)}. Write state = gainstage.TrainState.create(params, tx)."
+            )
+        if state.tx is None:
+            raise ValueError(
+                "Expected a state with its transformation, which no pickle holds. Write "
+                "state = state.replace(tx=other.tx), where other is a new state of the same "
+                "parameters."
+            )
+        key = key_of(state.tx)
+        if key not in self._compiled:
+            self._compiled[key] = _CompiledStep(self._options, state.tx)
+        return self._compiled[key]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,66 +245,36 @@ class Carried:
 
     model: Static | Graph
     count: int  # of the arrays of the model, which come first
-    kept: Static | None  # of the `extra` and the `step` of a `TrainState`
+    extra: Static
 
     def combine(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
-        """The model, and `(extra, step)` or None, with these arrays."""
-        kept = None if self.kept is None else self.kept.combine(arrays[self.count :])
-        return self.model.combine(arrays[: self.count]), kept
+        """The model and the extra, with these arrays."""
+        model = self.model.combine(arrays[: self.count])
+        return model, self.extra.combine(arrays[self.count :])
 
 
-class TrainStep(Generic[Params, P, *More]):
-    """The compiled step that `train_step` returns."""
+class _CompiledStep:
+    """The compiled step of all states with one transformation."""
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        tx: optax.GradientTransformationExtraArgs,
-        has_aux: bool,
-        using: Using | None,
-        donates: bool,
-        retries: int,
-    ):
-        self._loss_fn, self._tx, self._has_aux, self._using = loss_fn, tx, has_aux, using
-        self._donates, self._retries = donates, retries
+    def __init__(self, options: _Options, tx: optax.GradientTransformationExtraArgs):
+        self._loss_fn, self._has_aux, self._using, self._donates, self._retries = options
+        self._tx = tx
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
         scaled = transformation_of(tx)  # None for one of another library
-        if retries and scaled and scaled.is_fixed:
+        if self._retries and scaled and scaled.is_fixed:
             warn(NO_RETRY)
         self._over = scaled.over if scaled else ()  # the mesh axes of `shard_state_over`
         self._is_fixed = scaled is not None and scaled.is_fixed
         self._watch = DeadRunWatch(_lowest_of(scaled.rule) if scaled else 0.0)
         self._told = False  # of a loss that varies by device
-        self._placed = False  # whether it has looked at where the first batch lies
+        self._is_known = False  # whether the first program and its batch were looked at
         self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
 
-    if TYPE_CHECKING:  # a step takes no keywords, which a `ParamSpec` cannot say
-
-        def __call__(
-            self, params: Params, opt_state: Tree, *batch: P.args, **_: P.kwargs
-        ) -> tuple[Params, Tree, jax.Array, *More]:
-            """Takes a step."""
-            ...
-    else:
-
-        def __call__(
-            self, params: PyTree, opt_state: OptState, *batch: PyTree, **named: PyTree
-        ) -> tuple[Any, ...]:
-            """Takes a step."""
-            if named:
-                raise TypeError(
-                    f"Expected the batch by position; got {', '.join(named)} by name. Write "
-                    f"step(params, opt_state, {', '.join(named)})."
-                )
-            params, opt_state, _, *results = self.take(params, opt_state, None, batch)
-            return params, opt_state, *results
-
-    def take(
-        self, params: PyTree, opt_state: OptState, kept: PyTree, batch: tuple[PyTree, ...]
-    ) -> tuple[Any, ...]:
-        """Takes a step; `kept` are the `extra` and `step` of a `TrainState`, or None."""
+    def take(self, state: TrainState[Any], batch: tuple[PyTree, ...]) -> tuple[Any, ...]:
+        """Takes a step."""
+        opt_state = state.opt_state
         self._watch.look(lambda: _scale_in(opt_state))
-        inside, (given, carried) = is_inside(), self._checked(params, kept)
+        inside, (given, carried) = is_inside(), self._checked(state)
         donates = self._donates and not reruns() and not inside
         if inside:
             self._warn_inside(opt_state)
@@ -284,28 +282,35 @@ class TrainStep(Generic[Params, P, *More]):
             if self._over and not (
                 inside or self._watch.ended_with(getattr(opt_state, "applied", None))
             ):
-                opt_state = self._divided(params, opt_state, batch)
-            arrays, state, shardings = on_one_mesh(given, opt_state, batch)
-            rest, scalars = without_scalars(state)
+                opt_state = self._divided(state.params, opt_state, batch)
+            step = jnp.asarray(state.step)
+            arrays, (opt_state, step), shardings = on_one_mesh(given, (opt_state, step), batch)
+            rest, scalars = without_scalars(opt_state)
             if donates:
                 arrays, rest = self._unshared(arrays, rest, scalars, batch)
             program = self._program_for(donates, shardings)
-            arguments = carried, arrays, rest, scalars, *batch
-            if shardings is not None and not self._placed:  # in the first call
-                self._placed = True
-                tell_if_whole(given, batch, lambda: program.trace(*arguments).jaxpr)
-            arrays, opt_state, loss, *aux, changed = program(*arguments)
+            arguments = carried, arrays, rest, (scalars, step), *batch
+            if not (self._is_known or inside):  # in the first call
+                self._is_known = True
+                traced = program.trace(*arguments).jaxpr
+                needless = None if self._is_fixed else needless_scale(traced)
+                if needless:
+                    warn(needless)
+                if shardings is not None:
+                    tell_if_whole(given, batch, traced)
+            arrays, (opt_state, step), loss, *aux, changed = program(*arguments)
         except (TypeError, ValueError, RuntimeError) as error:
-            explain_step(error, params, opt_state, batch)
+            explain_step(error, state, batch)
             raise
         if not inside:
             _, scalars = without_scalars(opt_state)
             self._watch.see(scalars[0].applied, loss, scale=scalars[0].rule_state.scale)
             if donates:
                 self._last = [weakref.ref(x) for x in _firsts(arrays, scalars)]
-        nnx_objects.change(batch, changed)
-        params, kept = carried.combine(arrays)
-        return params, opt_state, kept, loss, *aux
+        if changed:
+            nnx_objects.change(batch, changed)
+        params, extra = carried.combine(arrays)
+        return TrainState(params, opt_state, extra, step, self._tx), loss, *aux
 
     def _warn_inside(self, opt_state: OptState) -> None:
         """Warns of a call inside of another trace that is hardly what was meant."""
@@ -314,18 +319,14 @@ class TrainStep(Generic[Params, P, *More]):
         if not self._is_fixed and is_constant_of_a_loop(_scale_in(opt_state)):
             warn(FROZEN)
 
-    def lower(self, params: PyTree, opt_state: OptState, *batch: PyTree) -> jax.stages.Lowered:
-        """Returns the lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
-        return self.lowered(params, opt_state, None, batch)
-
-    def lowered(
-        self, params: PyTree, opt_state: OptState, kept: PyTree, batch: tuple[PyTree, ...]
-    ) -> jax.stages.Lowered:
-        """The lowered program; `kept` as for `take`."""
-        arrays, carried = self._checked(params, kept)
-        arrays, opt_state, shardings = on_one_mesh(arrays, opt_state, batch)
-        program, states = self._program_for(self._donates, shardings), without_scalars(opt_state)
-        return program.lower(carried, arrays, *states, *batch)
+    def lowered(self, state: TrainState[Any], batch: tuple[PyTree, ...]) -> jax.stages.Lowered:
+        """The lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
+        arrays, carried = self._checked(state)
+        slow = state.opt_state, state.step
+        arrays, (opt_state, step), shardings = on_one_mesh(arrays, slow, batch)
+        rest, scalars = without_scalars(opt_state)
+        program = self._program_for(self._donates, shardings)
+        return program.lower(carried, arrays, rest, (scalars, step), *batch)
 
     def _program_for(self, donates: bool, shardings: Shardings | None) -> Wrapped:
         """The program that returns the parameters and the state with these shardings."""
@@ -367,18 +368,22 @@ class TrainStep(Generic[Params, P, *More]):
         inner = divided_state(opt_state.inner, params, self._over, everywhere)
         return opt_state._replace(inner=inner)
 
-    def _checked(self, params: PyTree, kept: PyTree) -> tuple[list[Any], Carried]:
-        arrays, model = partition_model(params, (*ARRAYS, jax.ShapeDtypeStruct))
+    def _checked(self, state: TrainState[Any]) -> tuple[list[Any], Carried]:
+        """The arrays of a state but for the optimizer's, and the rest of them."""
+        arrays, model = partition_model(state.params, (*ARRAYS, jax.ShapeDtypeStruct))
         is_plain = self._using in (None, jax.value_and_grad)
-        if is_plain and (others := model.others) and not models.library(params):
+        if is_plain and (others := model.others) and not models.library(state.params):
             raise TypeError(
                 f"Expected arrays in params; got {others[0]!r}. Make it an array, or use a "
                 f"function that skips such leaves: using=equinox.filter_value_and_grad."
             )
-        if kept is None:
-            return arrays, Carried(model, len(arrays), None)
-        more, static = partition(kept, (*ARRAYS, jax.ShapeDtypeStruct))
-        return [*arrays, *more], Carried(model, len(arrays), static)
+        more, extra = partition(state.extra, (*ARRAYS, jax.ShapeDtypeStruct))
+        if extra.others:
+            raise TypeError(
+                f"Expected arrays in extra; got {extra.others[0]!r}. Make it an array, or bind it "
+                f"to the loss: functools.partial(loss_fn, name=value)."
+            )
+        return [*arrays, *more], Carried(model, len(arrays), extra)
 
     def _run(
         self,
@@ -386,45 +391,50 @@ class TrainStep(Generic[Params, P, *More]):
         carried: Carried,
         arrays: list[Any],
         opt_state: OptState,
-        scalars: list[StepScalars],
+        scalars: tuple[list[StepScalars], jax.Array],
         *batch: PyTree,
     ) -> tuple[Any, ...]:
-        opt_state = with_scalars(opt_state, scalars)
-        first = self._take(shardings, carried, arrays, opt_state, batch)
+        states = with_scalars(opt_state, scalars[0]), scalars[1]
+        first = self._take(shardings, carried, arrays, states, batch)
         if not self._retries:
             return first
 
         def tried(taken: tuple[Any, ...], before: OptState) -> Attempt:
-            old, new = (loss_scaled_state(state) for state in (before, taken[1]))
+            old, new = (loss_scaled_state(state) for state in (before, taken[1][0]))
             scales = old.rule_state.scale, new.rule_state.scale
             return Attempt(may_help(new.applied, taken[2], *scales), taken)
 
         def again(skipped: tuple[Any, ...]) -> Attempt:
-            arrays, before = skipped[0], retried(skipped[1])
-            return tried(self._take(shardings, carried, arrays, before, batch), before)
+            arrays, (before, step) = skipped[:2]
+            before = retried(before)
+            return tried(self._take(shardings, carried, arrays, (before, step), batch), before)
 
-        _, (arrays, opt_state, *results) = try_again(tried(first, opt_state), again, self._retries)
-        return arrays, with_first_scale_if_skipped(opt_state, first[1]), *results
+        taken = tried(first, states[0])
+        _, (arrays, (last, step), *results) = try_again(taken, again, self._retries)
+        last = with_first_scale_if_skipped(last, first[1][0])
+        return arrays, (last, step), *results
 
     def _take(
         self,
         shardings: Sequence[Any],
         carried: Carried,
         arrays: list[Any],
-        opt_state: OptState,
+        states: tuple[OptState, jax.Array],
         batch: Sequence[PyTree],
     ) -> tuple[Any, ...]:
-        (params, kept), batch = carried.combine(arrays), nnx_objects.copied(batch)
+        (params, extra), (opt_state, step) = carried.combine(arrays), states
+        before = None
+        if nnx_objects.nodes_in(batch):
+            batch = jax.tree.map(lambda x: x, batch)  # a copy, which this trace changes
+            before = nnx_objects.values_in(batch)
         shardings = shardings[: carried.count]  # those of the parameters
-        before = nnx_objects.values_in(batch)
         scale = state_to_scale_by(opt_state).rule_state.scale
-        old, step = kept or (None, 0)
         # A copy of the extra: Equinox refuses a `State` that was used once.
-        own = [] if old is None else [jax.tree.map(lambda x: x, old)]
+        own = [] if extra is None else [jax.tree.map(lambda x: x, extra)]
         given = (params, *own, *batch)
-        loss_fn = with_parts(self._loss_fn, old is not None, self._has_aux)
+        loss_fn = with_parts(self._loss_fn, extra is not None, self._has_aux)
         differentiate = scaled_value_and_grad(loss_fn, scale, True, self._using, given)
-        (_, (loss, (extra, aux))), grads = differentiate(*given)
+        (_, (loss, (new_extra, aux))), grads = differentiate(*given)
         divides = isinstance(opt_state, LossScaledState)  # else others get the gradients first
         more: dict[str, Any] = {"loss_scale": scale} if divides else {}
         if not divides:
@@ -447,68 +457,15 @@ class TrainStep(Generic[Params, P, *More]):
                 "does. Create all variables of the model before the first step."
             )
         # Also arrays that the loss itself changed, such as running means of batch normalisation.
-        if kept is not None:
-            check_like("extra", extra, "extra", old)
-            new = [*new, *jax.tree.leaves((extra, step + 1))]
-        arrays = select_if_applied(new, arrays, opt_state)
-        changed = nnx_objects.changes(batch, before)
-        changed = select_if_applied(changed, nnx_objects.values_of(changed, before), opt_state)
-        return arrays, opt_state, loss, *([aux] if self._has_aux else []), changed
-
-
-class StateStep(Generic[*More]):
-    """The compiled step of a `TrainState` that `train_step` returns."""
-
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        has_aux: bool,
-        using: Using | None,
-        donates: bool,
-        retries: int,
-    ):
-        self._new_step: Callable[[Any], TrainStep[Any, ..., *tuple[Any, ...]]]
-        self._new_step = lambda tx: TrainStep(loss_fn, tx, has_aux, using, donates, retries)
-        self._steps: dict[Any, TrainStep[Any, ..., *tuple[Any, ...]]] = {}  # by transformation
-
-    def __call__(
-        self, state: TrainState[Params], *batch: PyTree, **named: PyTree
-    ) -> tuple[TrainState[Params], jax.Array, *More]:
-        """Takes a step; returns the new state, the true loss, and `aux` if there is one."""
-        if named:
-            raise TypeError(
-                f"Expected the batch by position; got {', '.join(named)} by name. Write "
-                f"step(state, {', '.join(named)})."
-            )
-        step, kept = self._step_of(state), (state.extra, state.step)
-        params, opt_state, (extra, count), *results = step.take(
-            state.params, state.opt_state, kept, batch
-        )
-        new = state.replace(params=params, opt_state=opt_state, extra=extra, step=count)
-        found: Any = new, *results
-        return found
-
-    def lower(self, state: TrainState[Any], *batch: PyTree) -> jax.stages.Lowered:
-        """Returns the lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
-        kept = state.extra, state.step
-        return self._step_of(state).lowered(state.params, state.opt_state, kept, batch)
-
-    def _step_of(self, state: object) -> "TrainStep[Any, ..., *tuple[Any, ...]]":
-        """The step for the transformation of a state."""
-        if not isinstance(state, TrainState):
-            raise TypeError(
-                f"Expected a TrainState first, as in state, loss = step(state, *batch); got "
-                f"{checks.brief(state)}. Write state = gainstage.TrainState.create(params, tx)."
-            )
-        if state.tx is None:
-            raise ValueError(
-                "Expected a state with its transformation, which no pickle holds. Write "
-                "state = state.replace(tx=other.tx), where other is a new state of the same "
-                "parameters."
-            )
-        if state.tx not in self._steps:
-            self._steps[state.tx] = self._new_step(state.tx)
-        return self._steps[state.tx]
+        if extra is not new_extra:
+            check_like("extra", new_extra, "extra", extra)
+        new = [*new, *jax.tree.leaves(new_extra), step + 1]
+        *arrays, step = select_if_applied(new, [*arrays, step], opt_state)
+        changed = {} if before is None else nnx_objects.changes(batch, before)
+        if before is not None and changed:
+            old = nnx_objects.values_of(changed, before)
+            changed = select_if_applied(changed, old, opt_state)
+        return arrays, (opt_state, step), loss, *([aux] if self._has_aux else []), changed
 
 
 def _scale_in(opt_state: OptState) -> Any:
