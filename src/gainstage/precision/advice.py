@@ -125,10 +125,9 @@ class Advice:
 
     def __str__(self) -> str:
         code = [f"    {line}" for line in self.recommended.code]
-        use = f"Use {self.reason}", *code
-        on = ("", f"On other cards, the {self.card} first:", *_aligned(self._of_cards()))
-        parts = (*_aligned(self.table()), "", *self.notes(), "", *use)
-        return "\n".join([*parts, *on] if self.cards else parts)
+        cards = [f"On other cards, the {self.card} first:", *_aligned(self._of_cards()), ""]
+        table = [*_aligned(self.table()), "", *(cards if self.cards else [])]
+        return "\n".join([*table, *self.notes(), "", f"Use {self.reason}", *code])
 
     def table(self) -> list[tuple[str, ...]]:
         """Returns the rows of the table, the first one with the names of the columns."""
