@@ -11,7 +11,8 @@ Who owns the step?
 
 With any of them: `autocast` computes in half precision, and `keep_float32` keeps a part of that in
 float32; `FixedLossScale`, `DynamicLossScale` and `AdaptiveLossScale` are rules; `advise` says what
-each precision costs, and `xray` where a step overflows.
+each precision costs, `lint` whether a step of your own scales its loss once and divides once, and
+`xray` where a step overflows.
 
 Modules: `transforms`, `optimizers`, `precision`, `diagnostics`, `distributed`, `interop`, `compat`,
 `typing`.
@@ -24,6 +25,7 @@ from gainstage import optimizers, precision, transforms, typing
 from gainstage.precision.advice import advise
 from gainstage.precision.autocast import autocast, keep_float32
 from gainstage.rules import AdaptiveLossScale, DynamicLossScale, FixedLossScale, LossScale
+from gainstage.transforms.lint import lint
 from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.train_step import train_step
@@ -74,6 +76,7 @@ __all__ = [
     "advise",
     "autocast",
     "keep_float32",
+    "lint",
     "loss_scaled",
     "optimizers",
     "precision",

@@ -1,4 +1,4 @@
-"""The command line: `gainstage demo`, `doctor`, `advise`, `report` and `xray`."""
+"""The command line: `gainstage demo`, `doctor`, `advise`, `lint`, `report` and `xray`."""
 
 import argparse
 import importlib
@@ -57,6 +57,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "advise":
         about = (arguments.function, arguments.batches, arguments.card, arguments.has_aux)
         return importlib.import_module("gainstage._advise").main(*about)
+    if arguments.command == "lint":
+        return importlib.import_module("gainstage._lint").main(arguments.function)
     if arguments.command == "doctor":
         return importlib.import_module("gainstage._doctor").main()
     demo = importlib.import_module("gainstage.demo")
@@ -101,6 +103,7 @@ def _parser() -> _Parser:
         examples=[
             "gainstage doctor",
             "gainstage demo",
+            "gainstage lint train:what_to_lint",
             "gainstage report run.jsonl",
             "gainstage xray bad.npz --loss train:loss_fn",
         ],
@@ -178,6 +181,22 @@ def _parser() -> _Parser:
     )
     advise.add_argument(
         "--has-aux", action="store_true", help="the loss returns (loss, aux), as for jax.grad"
+    )
+    lint = commands.add_parser(
+        "lint",
+        help="find what is wrong with the loss scale in a step of your own",
+        description="Imports a function without arguments that returns (step, arguments), traces "
+        "the step, and follows the loss scale through its program, as gainstage.lint does. Prints "
+        "each finding with its line and what to write instead. Computes and writes nothing. The "
+        "exit status is 0, or 1 if something is found or the step cannot be traced.",
+        examples=["gainstage lint train:what_to_lint"],
+    )
+    lint.add_argument(
+        "function",
+        type=lambda word: _function(word, "what_to_lint"),
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns (step, arguments), such as (step, (state, "
+        "x, y)). Its module is imported, also from this directory",
     )
     report = commands.add_parser(
         "report",

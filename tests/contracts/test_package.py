@@ -28,7 +28,7 @@ ROOMS = [
     "_base", "_programs", "_variables", "optimizers/schedules", "rules", "_scaling", "transforms",
     "typing", "precision", "optimizers/_step", "optimizers", "runs", "_xray", "diagnostics",
     "compat", "distributed", "interop", "demo", "_doctor",
-    "_advise", "__main__",
+    "_advise", "_lint", "__main__",
 ]  # fmt: skip
 FILES = sorted(SRC.rglob("*.py"))
 

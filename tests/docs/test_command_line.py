@@ -13,14 +13,23 @@ import gainstage as gs
 from gainstage import __main__ as command
 from gainstage.diagnostics import JsonLines, StepRecorder
 
-COMMANDS = ["demo", "doctor", "report", "xray"]
+COMMANDS = ["demo", "doctor", "lint", "report", "xray"]
 TRAIN = """
-import jax.numpy as jnp, gainstage as gs
+import jax, jax.numpy as jnp, optax, gainstage as gs
 def make_model():
     return {"w": jnp.ones(3)}
 @gs.autocast
 def loss_fn(params, batch):
     return ((batch @ params["w"]) ** 2).sum()
+def step(state, x):
+    loss, extra, grads = state.value_and_grad(loss_fn)(x)
+    return state.apply_gradients(grads)
+def careless(state, x):
+    return state.apply_gradients(jax.grad(loss_fn)(state.params, x))
+def what_to_lint(step=step):
+    return step, (gs.TrainState.create(make_model(), optax.sgd(0.1)), jnp.ones((2, 3)))
+def what_is_wrong():
+    return what_to_lint(careless)
 """
 
 
@@ -126,6 +135,7 @@ MISTAKES = [
     ("xray", "--loss train:loss_fn", "are required: STEP.npz. See gainstage xray --help."),
     ("xray", "bad.npz --loss train", "such as train:loss_fn for loss_fn in train.py; got train."),
     ("advise", "train.py:what", "such as train:what_to_advise for what_to_advise in train.py; got"),
+    ("lint", "train.py:what", "such as train:what_to_lint for what_to_lint in train.py; got"),
     ("xray", "bad.npz --loss a/b.py:f", "Expected MODULE:FUNCTION, such as train:loss_fn"),
     ("xray", "bad.npz --loss ./train:f", "argument --loss: Expected MODULE:FUNCTION"),
     ("xray", "bad.npz --loss a:f --like make", "argument --like: Expected MODULE:FUNCTION"),
@@ -190,3 +200,21 @@ def test_a_missing_extra_is_named_before_the_work(tmp_path, monkeypatch, capsys)
         'pip install ".[report]"\n'
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_lint_prints_what_is_wrong_and_ends_with_1(tmp_path, monkeypatch, capsys):
+    """A step that does not scale its loss is named with its line; what is no step says what is
+    expected."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    assert command.main(["lint", "train:what_is_wrong"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "No loss was multiplied by the loss scale before the update at train.py:"
+    )
+    assert said.count("\n") == 1
+    assert command.main(["lint", "train:make_model"]) == 1
+    assert "Expected (step, arguments) from train:make_model" in capsys.readouterr().err
+    sys.modules.pop("train", None)

@@ -58,6 +58,7 @@ from gainstage.transforms.loss_scaled_state import (
     refuse_other,
     states_in,
 )
+from gainstage.transforms.marks import marked
 from gainstage.transforms.refusals import (
     cast_state,
     check_leaves,
@@ -223,6 +224,7 @@ class ScaledTransformation:
         """The updates and the state after a step, as `loss_scaled` documents them."""
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
         self._check(updates, state, params, loss_scale, apply_if, extra)
+        updates, state, loss_scale = self._marked(updates, state, loss_scale, apply_if)
         if models.library(params):
             params = models.chosen(params, updates)
         params = gradients.upcast(params)
@@ -262,7 +264,21 @@ class ScaledTransformation:
             lambda u: u if u.dtype == float0 else jnp.where(applied, u, -0.0).astype(u.dtype),
             updates,
         )
-        return updates, LossScaledState(after.rule_state, inner, applied, after.observed)
+        rule_state = after.rule_state._replace(scale=marked(after.rule_state.scale, "new"))
+        state = LossScaledState(rule_state, inner, applied, after.observed)
+        return marked(updates, "fresh"), state
+
+    def _marked(
+        self, grads: PyTree, state: LossScaledState, by: Scalar | None, apply_if: Flag | None
+    ) -> tuple[PyTree, LossScaledState, Scalar | None]:
+        """What an update gets, marked for `lint`."""
+        fixed = ["fixed"] * (self.is_fixed or not self._watches)
+        options = (*fixed, *["ruled"] * self._is_chosen, *["chosen"] * (apply_if is not None))
+        rule_state = state.rule_state
+        scale = marked(rule_state.scale, "state", *options)
+        state = state._replace(rule_state=rule_state._replace(scale=scale))
+        by = None if by is None else marked(jnp.asarray(by, jnp.float32), "by")
+        return marked(grads, "gradient"), state, by
 
     def _updated(
         self,

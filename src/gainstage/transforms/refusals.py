@@ -22,6 +22,7 @@ from gainstage.transforms.gradient_faults import (
     is_plain_half,
 )
 from gainstage.transforms.loss_scaled_state import LossScaledState, no_rule_state
+from gainstage.transforms.marks import marked
 
 PARAMETERS_ALONE = (
     "Pass the parameters alone to tx.init, such as equinox.filter(params, "
@@ -109,11 +110,11 @@ def told_if_plain(
     if it does so without the scale."""
 
     def checked(*args: Any, **kwargs: Any) -> PyTree:
-        grads: PyTree = grad_fn(*args, **kwargs)
+        grads: PyTree = grad_fn(*marked(args, "fresh"), **kwargs)
         if PLAIN_GRAD_FN not in told and is_plain(grads, scale, args):
             told.add(PLAIN_GRAD_FN)
             warn(PLAIN_GRAD_FN)
-        return grads
+        return marked(grads, "grad_fn")
 
     return checked
 
@@ -123,11 +124,11 @@ def told_if_half(value_fn: Callable[..., Any], told: set[str]) -> Callable[..., 
     differentiated in float16 without a scale."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        value = value_fn(*args, **kwargs)
+        value = value_fn(*marked(args, "fresh"), **kwargs)
         if PLAIN_VALUE_FN not in told and is_plain_half(value):
             told.add(PLAIN_VALUE_FN)
             warn(PLAIN_VALUE_FN)
-        return value
+        return marked(value, "value_fn")
 
     return checked
 

@@ -20,6 +20,7 @@ from gainstage._scaling.retry_loop import BACKOFF, Attempt, try_again
 from gainstage._variables.sharding import on_all_devices, varying_like
 from gainstage._variables.types import P, PyTree, R
 from gainstage.transforms.gradient_faults import note_self_scaled
+from gainstage.transforms.marks import marked
 from gainstage.transforms.retrace import traced
 
 
@@ -139,7 +140,7 @@ def _with_own_scale(
 
             differentiate = jax.value_and_grad(scaled, has_aux=True)
             (_, results), grads = differentiate([values[i] for i in chosen])
-            true = gradients.unscale(grads, scale)  # here, where they are computed
+            true = marked(gradients.unscale(grads, scale), "own")  # here, where they are computed
             # A lower scale mends no non-finite loss.
             overflowed = ~all_finite(true) & jnp.isfinite(results[0])
             return on_all_devices(~overflowed), results, true

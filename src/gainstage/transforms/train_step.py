@@ -32,7 +32,7 @@ from gainstage._variables.zero_sharding import divided_state
 from gainstage.rules.loss_scale import LossScale
 from gainstage.transforms import models, nnx_objects
 from gainstage.transforms.gradient_faults import FROZEN, is_constant_of_a_loop, note_scale
-from gainstage.transforms.loss_scaled import transformation_of
+from gainstage.transforms.loss_scaled import ScaledTransformation, transformation_of
 from gainstage.transforms.loss_scaled_state import (
     LossScaledState,
     StepScalars,
@@ -45,7 +45,7 @@ from gainstage.transforms.loss_scaled_state import (
 )
 from gainstage.transforms.nnx_objects import Graph, partition_model
 from gainstage.transforms.refusals import explain_step, needless_scale
-from gainstage.transforms.train_state import TrainState, check_like, key_of, with_parts
+from gainstage.transforms.train_state import TrainState, check_like, with_parts
 from gainstage.transforms.updates import apply_updates, select_if_applied
 from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
 
@@ -233,9 +233,10 @@ class TrainStep(Generic[*More]):
                 "state = state.replace(tx=other.tx), where other is a new state of the same "
                 "parameters."
             )
-        key = key_of(state.tx)
+        scaled = transformation_of(state.tx)  # None for one of another library
+        key = scaled.key if scaled else state.tx
         if key not in self._compiled:
-            self._compiled[key] = _CompiledStep(self._options, state.tx)
+            self._compiled[key] = _CompiledStep(self._options, state.tx, scaled)
         return self._compiled[key]
 
 
@@ -256,11 +257,15 @@ class Carried:
 class _CompiledStep:
     """The compiled step of all states with one transformation."""
 
-    def __init__(self, options: _Options, tx: optax.GradientTransformationExtraArgs):
+    def __init__(
+        self,
+        options: _Options,
+        tx: optax.GradientTransformationExtraArgs,
+        scaled: ScaledTransformation | None,
+    ):
         self._loss_fn, self._has_aux, self._using, self._donates, self._retries = options
         self._tx = tx
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
-        scaled = transformation_of(tx)  # None for one of another library
         if self._retries and scaled and scaled.is_fixed:
             warn(NO_RETRY)
         self._over = scaled.over if scaled else ()  # the mesh axes of `shard_state_over`

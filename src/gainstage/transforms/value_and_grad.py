@@ -24,6 +24,7 @@ from gainstage.transforms.gradient_faults import (
     note_scale,
 )
 from gainstage.transforms.loss_scaled_state import loss_scaled_state, state_to_scale_by
+from gainstage.transforms.marks import marked
 
 
 @overload
@@ -94,10 +95,11 @@ def value_and_grad(
     scale = state_to_scale_by(opt_state).rule_state.scale
 
     def true(*args: Any, **kwargs: Any) -> Any:
-        differentiate = scaled_value_and_grad(fun, scale, has_aux, using, args, argnums)
+        factor = marked(scale, "scale")
+        differentiate = scaled_value_and_grad(fun, factor, has_aux, using, args, argnums)
         (_, (loss, aux)), grads = differentiate(*args, **kwargs)
         constant = not isinstance(scale, Tracer) and is_tracing()
-        grads = gradients.unscale(grads, scale)
+        grads = gradients.unscale(grads, factor)
         note_scale(scale, "true", "waiting", *["constant"] * constant, true=grads)
         if jax.sharding.get_abstract_mesh().manual_axes:
             note_sums(loss, grads)
@@ -213,6 +215,6 @@ def scale_loss(loss: Scalar, opt_state: OptState) -> jax.Array:
         raise ValueError(SCALED_TWICE)
     scale = loss_scaled_state(opt_state).rule_state.scale
     note_scale(scale, "multiplied")
-    multiplied = gradients.scaled(loss, scale)
+    multiplied = gradients.scaled(loss, marked(scale, "scale"))
     MULTIPLIED[id(multiplied)] = multiplied
     return multiplied

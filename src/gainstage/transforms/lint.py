@@ -1,0 +1,247 @@
+"""What is wrong with a step, as its program shows it: the loss scale once in, and once out."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from gainstage._base._jax import JaxprEqn
+from gainstage._programs import degrees
+from gainstage._programs.degrees import FREE, ONE, OWN, Mark, Seen, power_of, product
+from gainstage._programs.places import line_of
+
+_INSIDE = "Put it behind the check: gainstage.loss_scaled(optax.chain({inner}, tx))."
+_LEAVE_OUT = "Leave it out: such a step is skipped."
+_REMEDIES = {
+    "jnp.nan_to_num": _LEAVE_OUT,
+    degrees.WHERE: _LEAVE_OUT,
+    degrees.CLIP: _INSIDE.format(inner="optax.clip(limit)"),
+    "jax.lax.clamp": _INSIDE.format(inner="optax.clip(limit)"),
+    "jnp.sign": _INSIDE.format(inner="optax.scale_by_sign()"),
+}
+_TEXTS = {
+    "not scaled": (
+        "No loss was multiplied by the loss scale before the update at {update}, so small "
+        "gradients are lost as without it. They are computed at {line}. Write "
+        "loss, extra, grads = state.value_and_grad(loss_fn)(*batch), or, without a TrainState, "
+        "gainstage.value_and_grad(loss_fn, opt_state)(params, *batch)."
+    ),
+    "not divided": (
+        "The gradients that the update at {update} takes for true ones still have the loss scale "
+        "in them: {line} multiplies by it, and nothing divides. Write tx.update(grads, opt_state, "
+        "params, loss_scale=gainstage.transforms.loss_scale(opt_state))."
+    ),
+    "multiplied twice": (
+        "The loss scale is in the gradients of the update at {update} once too often: {line} "
+        "multiplies by it, which value_and_grad and train_step do themselves. Leave this factor "
+        "out."
+    ),
+    "divided twice": (
+        "The gradients of the update at {update} are divided by the loss scale once too often, at "
+        "{line}. value_and_grad returns true gradients: leave this division out."
+    ),
+    "divided again": (
+        "The update at {update} divides gradients that are true already, as value_and_grad "
+        "returns them. Leave loss_scale= out."
+    ),
+    "hidden": (
+        "{name} at {line} makes an overflow a finite number, so the update at {update} takes the "
+        "step, and the loss scale never falls. {remedy}"
+    ),
+    "narrow": (
+        "{line} casts true gradients to float16, which loses the small ones again, before the "
+        "update at {update}. Pass them on in float32. To send fewer bytes, cast them to bfloat16."
+    ),
+    "constant": (
+        "The state of the update at {update} is a constant of the compiled function, or of the "
+        "loop around it, so its loss scale never changes. Make it an argument and a result; in "
+        "jax.lax.scan, a part of the carry."
+    ),
+    "other state": (
+        "The gradients of the update at {update} were computed with the scale of another state. "
+        "Compute them with the state that the update gets."
+    ),
+    "constant divisor": (
+        "The loss_scale= of the update at {update} is a constant, so the rule changes a scale "
+        "that no loss is multiplied by. Compute gradients with gainstage.value_and_grad(loss_fn, "
+        "opt_state), and leave loss_scale= out; for a fixed scale, write gainstage.loss_scaled(tx, "
+        "gainstage.FixedLossScale(scale))."
+    ),
+    "no use": (
+        "The rule of the update at {update} has no effect: the loss of gainstage.autocast has a "
+        "loss_scale of its own. Leave the rule out, and for another scale write "
+        "gainstage.autocast(loss_fn, loss_scale=scale)."
+    ),
+    "plain grad_fn": (
+        "The gradients of grad_fn, computed at {line}, have no loss scale, so small ones are lost. "
+        "Write grad_fn=lambda params, i: gainstage.value_and_grad(loss_fn, opt_state)(params, "
+        "*batch)[1]."
+    ),
+    "plain value_fn": (
+        "The line search of the update at {update} differentiates a float16 value_fn without a "
+        "loss scale, so small gradients are lost. Write value_fn=lambda params: "
+        "gainstage.autocast(loss_fn, loss_scale=2.0**15)(params, *batch)."
+    ),
+    "not in proportion": (
+        "{name} at {line} does not keep the loss scale of the gradients that pass through it: "
+        "twice the scale is not twice the result, so the update at {update} gets other gradients "
+        "than those of the loss. Give this part true ones, with loss_scale=state.loss_scale as an "
+        "argument: part = gainstage.transforms.locally_scaled(part, 1 / loss_scale)."
+    ),
+}
+
+
+class Fault(NamedTuple):
+    """Something that is wrong with a step; `print` it."""
+
+    kind: str  # in two words, such as "not scaled"
+    line: str  # of the user's code, as "train.py:12"
+    text: str  # what is wrong, and the line to write
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def lint(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Fault]:
+    """Finds what is wrong with the loss scale in a training step. It computes nothing.
+
+    It traces the step and follows the loss scale through its program: each gradient that an update
+    gets must have been multiplied by it once, and divided once, with nothing on the way that hides
+    an overflow. What it cannot know, as of a kernel or a callback, it says nothing about. A
+    `train_step` scales and divides by itself; this is for steps of your own.
+
+    Args:
+        step: a function that takes a step, compiled or not.
+        *args, **kwargs: its arguments: arrays, a `TrainState`, models, or `jax.ShapeDtypeStruct`.
+
+    Returns:
+        A list of faults, each with `kind`, `line` and `text`; empty if nothing is found.
+
+    Raises:
+        TypeError: `step` is not a function; what JAX raises if it cannot be traced.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> import jax, jax.numpy as jnp, optax
+        >>> tx = gs.loss_scaled(optax.adam(0.1))
+        >>> def step(w, opt_state, x):
+        ...     grads = jax.grad(lambda w: ((w * x) ** 2).sum())(w)  # not of a scaled loss
+        ...     return tx.update(grads, opt_state, w)
+        >>> w = jnp.ones(2)
+        >>> print([fault.kind for fault in gs.lint(step, w, tx.init(w), 1.0)])
+        ['not scaled']
+
+    Source: units of measure in programs, Kennedy, 1994.
+    """
+    if not callable(step):
+        raise TypeError(f"Expected a function for step; got {step!r}.")
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # which it tells itself
+        program = jax.make_jaxpr(step)(*args, **kwargs)
+    return faults_in(degrees.marks_of(program))
+
+
+def faults_in(marks: Sequence[Mark]) -> list[Fault]:
+    """The faults in the marks of a program, each once."""
+    found = dict[Fault, None]()
+    state: Mark | None = None
+    by: Mark | None = None
+    grads = list[Mark]()
+    for mark in marks:
+        if mark.name == "state":
+            found |= dict.fromkeys(_of_update(state, by, grads))
+            state, by, grads = mark, None, []
+        elif mark.name == "by":
+            by = mark
+        elif mark.name == "gradient":
+            grads.append(mark)
+        elif state and (fault := _of_function(mark, state)):
+            found[fault] = None
+    return list(found | dict.fromkeys(_of_update(state, by, grads)))
+
+
+def _fault(kind: str, state: Mark, at: JaxprEqn | None = None, **names: str) -> Fault:
+    update = line_of(state.eqn) or "an unknown line"
+    line = (line_of(at) if at else "") or update
+    return Fault(kind, line, _TEXTS[kind].format(update=update, line=line, **names))
+
+
+def _of_function(mark: Mark, state: Mark) -> Fault | None:
+    """What is wrong with what `grad_fn` or `value_fn` has returned to an update."""
+    x = mark.value
+    if mark.name == "grad_fn" and _is_plain(x):
+        return _fault("plain grad_fn", state, x.last or mark.eqn)
+    is_differentiated = "jvp(" in str(mark.eqn.source_info.name_stack)
+    if mark.name == "value_fn" and x.half and OWN not in x.through and is_differentiated:
+        return _fault("plain value_fn", state)
+    return None
+
+
+def _is_plain(x: Seen) -> bool:
+    """Whether a backward pass of this program has made a gradient, and no scale was in it."""
+    return x.derived and not x.through and x.degree == ONE
+
+
+def _of_update(state: Mark | None, by: Mark | None, grads: Sequence[Mark]) -> Iterator[Fault]:
+    """What is wrong with the gradients of an update."""
+    if state is None:
+        return
+    unit, moves = _unit(state.value), "fixed" not in state.options
+    kind = unit[0] if isinstance(unit, tuple) else ""
+    # One that is made in the program is no argument of it, and need not be.
+    if moves and (kind == "constant" or (state.value.still and kind != "made")):
+        yield _fault("constant", state)
+        return
+    divisor = by.value.degree if by else ONE
+    if by and moves and not power_of(divisor, unit) and _is_written(by.value):
+        yield _fault("constant divisor", state)
+        return
+    values = [mark.value for mark in grads if mark.value.degree != FREE]
+    if values and not any(x.through for x in values):
+        plain = next((mark for mark in grads if _is_plain(mark.value)), None)
+        if plain and moves and (by is None or power_of(divisor, unit)):
+            yield _fault("not scaled", state, plain.value.last or plain.eqn)
+        return
+    for x in values:
+        yield from _of_gradient(x, state, by)
+
+
+def _is_written(x: Seen) -> bool:
+    return x.still or x.number is not None
+
+
+def _of_gradient(x: Seen, state: Mark, by: Mark | None) -> Iterator[Fault]:
+    """What is wrong with one gradient of an update."""
+    unit, moves = _unit(state.value), "fixed" not in state.options
+    scales = x.through - {OWN}
+    if moves and not scales and OWN in x.through and "ruled" in state.options:
+        yield _fault("no use", state)
+    if moves and scales and OWN not in x.through and unit is not None and unit not in scales:
+        yield _fault("other state", state)
+        return
+    inside = next((flaw for flaw in x.flaws if flaw.is_inside), None)
+    degree = None if x.degree is None else product(x.degree, by.value.degree if by else ONE, -1)
+    n = power_of(degree, unit)
+    rounds = inside is not None and inside.name in degrees.ROUNDS.values()
+    if inside is not None and (n or degree is None or rounds):
+        yield _fault("not in proportion", state, inside.eqn, name=inside.name)
+        return
+    if n > 0:
+        yield _fault("multiplied twice" if x.divided or by else "not divided", state, x.last)
+    elif n < 0 and x.degree == ONE and by and x.through:
+        yield _fault("divided again", state)
+    elif n < 0 and x.through:
+        yield _fault("divided twice", state, x.last)
+    for flaw in x.flaws if "chosen" not in state.options else ():
+        if flaw.is_inside:
+            continue
+        if flaw.name == degrees.TO_FLOAT16:
+            yield _fault("narrow", state, flaw.eqn)
+        else:
+            remedy = _REMEDIES.get(flaw.name, _INSIDE.format(inner="your transformation"))
+            yield _fault("hidden", state, flaw.eqn, name=flaw.name, remedy=remedy)
+
+
+def _unit(x: Seen) -> Any:
+    """The loss scale that a value is; None if it is not known."""
+    return x.degree[0][0] if x.degree not in (FREE, ONE, None) and len(x.degree) == 1 else None

@@ -1,0 +1,33 @@
+"""Marks in a traced program, by which `lint` finds loss scales, updates and their gradients."""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from gainstage._base._jax import trace_ctx
+from gainstage._programs.degrees import PREFIX
+from gainstage._variables.types import Tree
+
+
+def marked(tree: Tree, name: str, *options: str) -> Tree:
+    """The same arrays, which a program that is traced now names so. They compile to the same.
+
+    Args:
+        tree: a pytree.
+        name: "scale", a loss scale that is read; "state", that of the state of an update; "new",
+            that after it; "gradient", what it gets; "by", what it divides by; "fresh", what it
+            returns, with which other gradients begin; "own", a gradient of a loss that scales
+            itself; "grad_fn" and "value_fn", what these functions return to a transformation.
+        options: what else is to be known of it.
+    """
+    if trace_ctx.is_top_level():
+        return tree
+    words = ",".join((PREFIX + name, *options))
+    return jax.tree.map(
+        lambda x: (
+            checkpoint_name(x, words)
+            if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
+            else x
+        ),
+        tree,
+    )

@@ -1,0 +1,425 @@
+"""`lint`: what a traced step shows of how its loss was scaled, and nothing of a right one."""
+
+import re
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import gainstage as gs
+from gainstage.transforms import apply_updates, locally_scaled, loss_scale, scale_loss
+
+W, X = jnp.ones(3), jnp.ones((8, 3))
+TX = gs.loss_scaled(optax.adam(0.1))
+STATE = TX.init(W)
+WHOLE = gs.TrainState.create(W, optax.adam(0.1))
+FIXED = gs.loss_scaled(optax.sgd(0.1), gs.FixedLossScale(1.0))
+
+
+def plain(w, *batch):
+    return jnp.sum(jnp.tanh(w) * w) * jnp.prod(jnp.asarray(batch, jnp.float32))
+
+
+def grads_of(w, state, loss=plain):
+    return gs.value_and_grad(loss, state)(w)[1]
+
+
+def by(change):
+    """A loop whose gradients are changed before the update."""
+    return lambda w, state: TX.update(change(grads_of(w, state), state), state, w)
+
+
+def by_hand(w, state):
+    return jax.grad(lambda w: scale_loss(plain(w), state))(w)
+
+
+def of_backward(change):
+    """A step of a loss with a part whose backward pass is written by hand."""
+
+    @jax.custom_vjp
+    def part(x):
+        return x
+
+    part.defvjp(lambda x: (x, None), lambda _, g: (change(g),))
+    return part
+
+
+def own(state, x=1.0):
+    loss, extra, grads = state.value_and_grad(plain)(x)
+    return state.apply_gradients(grads, extra), loss
+
+
+def in_scan(change):
+    """Steps in a `jax.lax.scan`, whose carry has the state."""
+
+    def steps(w, state):
+        def body(carry, x):
+            w, state = carry
+            grads = change(gs.value_and_grad(plain, state)(w, x)[1], state)
+            updates, state = TX.update(grads, state, w)
+            return (apply_updates(w, updates, state), state), loss_scale(state)
+
+        return jax.lax.scan(body, (w, state), jnp.ones(3))
+
+    return steps
+
+
+def in_while(w, state):
+    def body(carry):
+        n, w, state = carry
+        updates, state = TX.update(grads_of(w, state), state, w)
+        return n + 1, apply_updates(w, updates, state), state
+
+    return jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, w, state))
+
+
+def in_cond(w, state):
+    grads = jax.lax.cond(w[0] > 0, lambda: grads_of(w, state), lambda: 2 * grads_of(w, state))
+    return TX.update(grads, state, w)
+
+
+def microbatches(w, state):
+    def body(total, x):
+        return total + gs.value_and_grad(plain, state)(w, x)[1], None
+
+    return TX.update(jax.lax.scan(body, 0.0 * w, jnp.ones(2))[0], state, w)
+
+
+def on_devices(w, state):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def step(w, state, x):
+        _, grads = gs.value_and_grad(lambda w: jax.lax.pmean(plain(w, x.sum()), "data"), state)(w)
+        return TX.update(grads, state, w)
+
+    specs = PartitionSpec(), PartitionSpec(), PartitionSpec("data")
+    return jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(
+        w, state, jnp.ones(8)
+    )
+
+
+def two_states(w, state, other):
+    return TX.update(grads_of(w, state), state, w), TX.update(grads_of(w, other), other, w)
+
+
+def of_nnx():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
+    state = gs.TrainState.create(model, optax.adam(0.1))
+
+    def step(state, x):
+        _, extra, grads = state.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))(x)
+        return state.apply_gradients(grads, extra)
+
+    return step, (state, X)
+
+
+def of_equinox():
+    eqx = pytest.importorskip("equinox")
+    state = gs.TrainState.create(eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0)), optax.adam(0.1))
+
+    def step(state, x):
+        loss_fn = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)  # noqa: E731
+        _, extra, grads = state.value_and_grad(gs.autocast(loss_fn))(x)
+        return state.apply_gradients(grads, extra)
+
+    return step, (state, X)
+
+
+HALF = gs.autocast(lambda w: jnp.sum((X @ w) ** 2), loss_scale=2.0**10)
+NORM = of_backward(lambda g: g / jnp.linalg.norm(g))
+SCALED = (W, STATE)
+
+RIGHT = {
+    "a loop": (by(lambda g, s: g), SCALED),
+    "compiled": (jax.jit(by(lambda g, s: g)), SCALED),
+    "clipped by their norm": (by(lambda g, s: g / jnp.maximum(optax.tree.norm(g), 1.0)), SCALED),
+    "noise, decay and a mask": (
+        by(lambda g, s: jnp.where(jnp.arange(3) < 2, 2 * g + 0.1 * W + jnp.sin(W), 0.0)),
+        SCALED,
+    ),
+    "in bfloat16 over the wire": (
+        by(lambda g, s: g.astype(jnp.bfloat16).astype(jnp.float32)),
+        SCALED,
+    ),
+    "by hand, divided by the update": (
+        lambda w, s: TX.update(by_hand(w, s), s, w, loss_scale=loss_scale(s)),
+        SCALED,
+    ),
+    "by hand, divided before": (
+        lambda w, s: TX.update(by_hand(w, s) / loss_scale(s), s, w),
+        SCALED,
+    ),
+    "by the inverse": (lambda w, s: TX.update((1 / loss_scale(s)) * by_hand(w, s), s, w), SCALED),
+    "in a scan": (in_scan(lambda g, s: g), SCALED),
+    "in a while loop": (in_while, SCALED),
+    "in a cond": (in_cond, SCALED),
+    "microbatches in a scan": (microbatches, SCALED),
+    "on eight devices": (on_devices, SCALED),
+    "for each example": (
+        lambda w, s: TX.update(
+            jax.vmap(lambda x: gs.value_and_grad(plain, s)(w, x)[1])(jnp.ones(4)).mean(0), s, w
+        ),
+        SCALED,
+    ),
+    "gradients of another transformation around": (
+        lambda w, s: TX.update(jax.jvp(lambda w: grads_of(w, s), (w,), (w,))[0], s, w),
+        SCALED,
+    ),
+    "remat": (lambda w, s: TX.update(grads_of(w, s, jax.checkpoint(plain)), s, w), SCALED),
+    "a scale for a part": (
+        lambda w, s: TX.update(
+            grads_of(w, s, lambda w: plain(locally_scaled(jnp.tanh, 2.0**10)(w))), s, w
+        ),
+        SCALED,
+    ),
+    "two states, each its own": (two_states, (W, STATE, TX.init(W))),
+    "a state": (own, (WHOLE,)),
+    "an ensemble": (
+        jax.vmap(own),
+        (jax.vmap(lambda w: gs.TrainState.create(w, optax.adam(0.1)))(jnp.ones((2, 3))),),
+    ),
+    "a state made inside": (lambda w: own(gs.TrainState.create(w, optax.adam(0.1))), (W,)),
+    "train_step": (gs.train_step(plain), (WHOLE,)),
+    "train_step with retries": (gs.train_step(plain, retries=2), (WHOLE,)),
+    "accumulation": (
+        gs.train_step(plain),
+        (gs.TrainState.create(W, optax.MultiSteps(optax.adam(0.1), 2)),),
+    ),
+    "schedule-free": (
+        gs.train_step(plain),
+        (gs.TrainState.create(W, optax.contrib.schedule_free_sgd(0.1)),),
+    ),
+    "a loss that scales itself": (
+        lambda w: FIXED.update(jax.grad(HALF)(w), FIXED.init(w), w),
+        (W,),
+    ),
+    "a part with true cotangents": (
+        lambda w, s: TX.update(
+            grads_of(w, s, lambda w: plain(locally_scaled(NORM, 1 / loss_scale(s))(w))), s, w
+        ),
+        SCALED,
+    ),
+    "an update that is left out": (
+        lambda w, s: TX.update(
+            jnp.nan_to_num(grads_of(w, s)), s, w, apply_if=jnp.isfinite(w).all()
+        ),
+        SCALED,
+    ),
+    "shapes alone": (own, (jax.eval_shape(lambda: WHOLE),)),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_right_step_is_not_accused(case):
+    """Scaled once and divided once, in any loop, transformation or model."""
+    step, given = RIGHT[case]
+    assert gs.lint(step, *given) == []
+
+
+@pytest.mark.parametrize("make", [of_nnx, of_equinox])
+def test_a_model_of_a_library_is_not_accused(make):
+    """Models and their statistics are arguments like others."""
+    step, given = make()
+    assert gs.lint(step, *given) == []
+
+
+def frozen_in_a_scan(w, state):
+    def body(w, x):
+        updates, after = TX.update(gs.value_and_grad(plain, state)(w, x)[1], state, w)
+        return apply_updates(w, updates, after), x
+
+    return jax.lax.scan(body, w, jnp.ones(3))
+
+
+def of_backward_step(change):
+    part = of_backward(change)
+    return lambda w, s: TX.update(grads_of(w, s, lambda w: plain(part(w))), s, w)
+
+
+def sam(w, state):
+    tx = gs.loss_scaled(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True))
+    state = tx.init(w)
+    return tx.update(grads_of(w, state), state, w, grad_fn=lambda w, _: jax.grad(plain)(w))
+
+
+def line_search(w, state):
+    tx = gs.loss_scaled(optax.lbfgs())
+    state, half = tx.init(w), gs.autocast(lambda w: jnp.sum((X @ w) ** 2))
+    loss, grads = gs.value_and_grad(half, state)(w)
+    return tx.update(grads, state, w, value=loss, grad=grads, value_fn=half)
+
+
+RULED = gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(2.0**10))
+# What is wrong: (kind, part of the text, step, arguments).
+WRONG = {
+    "jax's gradients": (
+        "not scaled", r"state\.value_and_grad\(loss_fn\)\(\*batch\)",
+        lambda w, s: TX.update(jax.grad(plain)(w), s, w), SCALED,
+    ),
+    "jax's gradients of a state": (
+        "not scaled", "No loss was multiplied",
+        lambda state: state.apply_gradients(jax.grad(plain)(state.params)), (WHOLE,),
+    ),
+    "not divided": (
+        "not divided", r"loss_scale=gainstage\.transforms\.loss_scale\(opt_state\)",
+        lambda w, s: TX.update(by_hand(w, s), s, w), SCALED,
+    ),
+    "true ones divided by the update": (
+        "divided again", "Leave loss_scale= out",
+        lambda w, s: TX.update(grads_of(w, s), s, w, loss_scale=loss_scale(s)), SCALED,
+    ),
+    "divided again": (
+        "divided twice", "leave this division out", by(lambda g, s: g / loss_scale(s)), SCALED,
+    ),
+    "times the inverse": (
+        "divided twice", "leave this division", by(lambda g, s: (1 / loss_scale(s)) * g), SCALED,
+    ),
+    "divided again in a scan": (
+        "divided twice", "leave this", in_scan(lambda g, s: g / loss_scale(s)), SCALED,
+    ),
+    "gradients of a state divided": (
+        "divided twice", "leave this",
+        lambda state: state.apply_gradients(state.value_and_grad(plain)()[2] / state.loss_scale),
+        (WHOLE,),
+    ),
+    "times the scale": (
+        "multiplied twice", "Leave this factor out", by(lambda g, s: g * loss_scale(s)), SCALED,
+    ),
+    "nan_to_num": ("hidden", r"jnp\.nan_to_num at", by(lambda g, s: jnp.nan_to_num(g)), SCALED),
+    "clip": ("hidden", r"optax\.clip\(limit\), tx", by(lambda g, s: jnp.clip(g, -1, 1)), SCALED),
+    "where": (
+        "hidden", r"jnp\.where\(jnp\.isfinite",
+        by(lambda g, s: jnp.where(jnp.isfinite(g), g, 0.0)), SCALED,
+    ),
+    "where not": (
+        "hidden", r"jnp\.where\(jnp\.isfinite",
+        by(lambda g, s: jnp.where(~jnp.isfinite(g), jnp.zeros_like(g), g)), SCALED,
+    ),
+    "sign": ("hidden", r"jnp\.sign at", by(lambda g, s: jnp.sign(g)), SCALED),
+    "tanh": ("hidden", r"jnp\.tanh at", by(lambda g, s: jnp.tanh(g)), SCALED),
+    "float16": ("narrow", "bfloat16", by(lambda g, s: g.astype(jnp.float16)), SCALED),
+    "a closed-over state": (
+        "constant", "an argument and a result",
+        lambda w: TX.update(grads_of(w, STATE), STATE, w), (W,),
+    ),
+    "a closed-over train state": ("constant", "an argument", lambda: own(WHOLE), ()),
+    "a state that a scan does not carry": (
+        "constant", r"jax\.lax\.scan, a part of the carry", frozen_in_a_scan, SCALED,
+    ),
+    "another state": (
+        "other state", "the state that the update gets",
+        lambda w, s, other: TX.update(grads_of(w, other), s, w), (W, STATE, TX.init(W)),
+    ),
+    "a divisor that is written out": (
+        "constant divisor", r"FixedLossScale\(scale\)",
+        lambda w, s: TX.update(jax.grad(lambda w: 8.0 * plain(w))(w), s, w, loss_scale=8.0), SCALED,
+    ),
+    "a rule for a loss that scales itself": (
+        "no use", r"autocast\(loss_fn, loss_scale=scale\)",
+        lambda w, s: RULED.update(jax.grad(HALF)(w), s, w), (W, RULED.init(W)),
+    ),
+    "SAM without the scale": ("plain grad_fn", r"grad_fn=lambda params, i", sam, SCALED),
+    "a line search in float16": ("plain value_fn", "value_fn=lambda", line_search, SCALED),
+    "a norm in the backward pass": (
+        "not in proportion", r"A division by .*locally_scaled\(part, 1 / loss_scale\)",
+        of_backward_step(lambda g: g / jnp.linalg.norm(g)), SCALED,
+    ),
+    "a sign in the backward pass": (
+        "not in proportion", r"jnp\.sign at", of_backward_step(jnp.sign), SCALED,
+    ),
+    "rounding in the backward pass": (
+        "not in proportion", r"jnp\.round at", of_backward_step(jnp.round), SCALED,
+    ),
+    "a gradient from outside": (
+        "not in proportion", "A sum with numbers", of_backward_step(lambda g: g + 0.1), SCALED,
+    ),
+    "a product in the backward pass": (
+        "not in proportion", "A product of two", of_backward_step(lambda g: g * g), SCALED,
+    ),
+    "a norm in the backward pass of train_step": (
+        "not in proportion", "A division by",
+        gs.train_step(lambda w: plain(NORM(w))), (WHOLE,),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_wrong_step_is_told_with_the_line_to_write(case):
+    """The finding has its kind, the user's line, and what to write instead; it is the only one."""
+    kind, words, step, given = WRONG[case]
+    (found,) = gs.lint(step, *given)
+    assert found.kind == kind
+    assert re.search(words, str(found), re.S), found
+    assert re.fullmatch(r"test_lint\.py:\d+", found.line), found.line
+    assert found.line in found.text
+    assert "test_lint.py" in found.text
+    assert len(found.text) <= 500
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_it_finds_does_not_depend_on_what_ran_before():
+    """In both orders, again, and in two threads at once, each step has its own findings."""
+    names = ["jax's gradients", "a loss that scales itself", "divided again", "a loop"]
+    wanted = [["not scaled"], [], ["divided twice"], []]
+
+    def kinds(name):
+        step, given = WRONG[name][2:] if name in WRONG else RIGHT[name]
+        return [fault.kind for fault in gs.lint(step, *given)]
+
+    assert [kinds(name) for name in names] == wanted
+    assert [kinds(name) for name in reversed(names)] == wanted[::-1]
+    found = {}
+    threads = [
+        threading.Thread(target=lambda name=name: found.update({name: kinds(name)}))
+        for name in names
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[name] for name in names] == wanted
+
+
+def test_it_computes_nothing_and_names_what_cannot_be_traced():
+    """Arrays stay as they are; what is no function, or cannot be traced, is an error."""
+    seen = []
+
+    def step(w, state):
+        jax.debug.callback(lambda: seen.append(1))
+        return TX.update(grads_of(w, state), state, w)
+
+    assert gs.lint(step, W, STATE) == []
+    assert seen == []
+    with pytest.raises(TypeError, match="Expected a function for step"):
+        gs.lint(W, STATE)
+    with pytest.raises(jax.errors.ConcretizationTypeError):
+        gs.lint(lambda w: float(w.sum()), W)
+
+
+def test_what_a_kernel_does_is_not_judged():
+    """Of gradients that a callback returns nothing is known, so nothing is said."""
+
+    def step(w, state):
+        grads = grads_of(w, state)
+        shape = jax.ShapeDtypeStruct(grads.shape, grads.dtype)
+        grads = jax.pure_callback(lambda g: g, shape, grads)
+        return TX.update(grads, state, w)
+
+    assert gs.lint(step, W, STATE) == []
+
+
+def test_a_sharded_state_is_not_accused():
+    """On a mesh, with its state sharded, a step is as on one device."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    weights = jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, PartitionSpec()))
+    state = gs.TrainState.create(weights, optax.adam(0.1), shard_state_over="data")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert gs.lint(gs.train_step(lambda w: jnp.sum(w * w)), state) == []
