@@ -17,8 +17,6 @@ import pytest
 from jax._src import compiler, lru_cache
 from jax._src.interpreters import mlir
 
-from gainstage.transforms.gradient_faults import forget_scales
-
 collect_ignore = ["tests/typed.py"]  # which a type-checker reads
 
 os.environ["KERAS_BACKEND"] = "jax"
@@ -88,12 +86,6 @@ def pytest_collection_modifyitems(items):
 def is_documentation(item):
     """Whether a test runs what users read: a page, or the example of a docstring."""
     return "docs" in item.path.parts or isinstance(item, pytest.DoctestItem)
-
-
-@pytest.fixture(autouse=True)
-def as_in_a_new_process():
-    """What a loss of another test or page was scaled by says nothing here."""
-    forget_scales()
 
 
 def as_users(node):

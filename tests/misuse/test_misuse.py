@@ -1,6 +1,7 @@
-"""What somebody may write by mistake: it works, it is refused, or it warns once."""
+"""What somebody may write by mistake: it works, is refused, warns once, or is found by `lint`."""
 
 import re
+import textwrap
 import warnings
 
 import flax.nnx as nnx
@@ -11,11 +12,10 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.transforms.gradient_faults import forget_scales
 
 from misuse.cases import CASES
 
-KINDS = ("works", "refused", "warns")
+KINDS = ("works", "refused", "warns", "lints")
 
 
 def half(w, x):
@@ -36,8 +36,13 @@ def scope():
 
 @pytest.mark.parametrize(("kind", "match", "code"), CASES.values(), ids=CASES)
 def test_it_works_or_says_what_is_wrong(kind, match, code):
-    """Nothing fails in silence: the row says which of the three it is."""
-    forget_scales()
+    """Nothing fails in silence: the row says which of the four it is."""
+    if kind == "lints":
+        names = scope()
+        exec(code if "args" in code else f"def step():\n{textwrap.indent(code, '    ')}", names)
+        found = gs.lint(names["step"], *names.get("args", ()))
+        assert any(re.search(match, fault.text, re.S) for fault in found), found
+        return
     raised = None
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

@@ -4,7 +4,6 @@ Each exists in jax 0.10.2, 0.11.2 and 0.12.0.1.
 """
 
 import operator
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -58,7 +57,6 @@ __all__ = [
     "dce_jaxpr",
     "get_opaque_trace_state",
     "holds_arrays",
-    "is_around_a_loop",
     "is_batched",
     "is_differentiated",
     "jaxpr_as_fun",
@@ -118,19 +116,6 @@ def computes(known: Any, value: Any) -> bool:
     """Whether equations of a trace compute a value from a known one, or both are one."""
     equations, _ = computed_by([value], [known])
     return value is known or any(x is known for e in equations for x in e.in_tracers)
-
-
-def is_around_a_loop(trace: object) -> bool:
-    """Whether the body of a loop of JAX is being traced, and this trace is one around the loop."""
-    frame = sys._getframe().f_back
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if "jax/_src" in file and frame.f_locals.get("trace") is trace:
-            return False  # it was begun inside of the loop
-        if file.endswith(("control_flow/loops.py", "control_flow/conditionals.py")):
-            return file.endswith("loops.py")
-        frame = frame.f_back
-    return False
 
 
 def is_differentiated(tracer: Any) -> bool:

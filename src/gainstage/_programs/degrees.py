@@ -294,7 +294,7 @@ def _not_linear(eqn: JaxprEqn, xs: Sequence[Seen], degree: Degree) -> list[str]:
         return [BOUNDING.get(name, "") or ROUNDS[name]]
     if does is _D.DIVIDE and xs[1] in scaled:
         return ["A division by what has the loss scale in it too"]
-    if does is _D.TIMES and len(scaled) > 1:
+    if does is _D.TIMES and len(scaled) > 1 and all(x.derived for x in scaled):
         return ["A product of two numbers with the loss scale in them"]
     if does is _D.SUM and degree is None and not any(x.degree is None for x in xs):
         return ["A sum with numbers that do not have the loss scale in them"]

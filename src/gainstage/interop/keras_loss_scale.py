@@ -37,7 +37,6 @@ from gainstage.rules.loss_scale import (
     start,
     with_number,
 )
-from gainstage.transforms.gradient_faults import MULTIPLIED, SCALED_TWICE
 
 CONSTANTS = (bool, int, float, str, tuple, type(None))  # the types of an optimizer's settings
 
@@ -181,12 +180,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Returns the loss times the scale, in float32."""
         self._check_factor()
         self._has_scaled = True
-        if MULTIPLIED.get(id(loss), self) is loss:
-            raise ValueError(SCALED_TWICE)
-        scaled = gradients.scaled(loss, self.loss_scale)
-        if self.rule != FixedLossScale(1.0):
-            MULTIPLIED[id(scaled)] = scaled
-        return scaled
+        return gradients.scaled(loss, self.loss_scale)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Takes a step on gradients of `scale_loss(loss)`: one compiled program when it is called

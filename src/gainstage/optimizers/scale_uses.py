@@ -9,7 +9,6 @@ import jax
 from gainstage._base._jax import Tracer, computes
 from gainstage._base.warn import warn
 from gainstage._variables.variable import is_inside
-from gainstage.transforms.gradient_faults import SCALED_TWICE
 
 NOT_IN_STATE = (
     "Expected the loss scale of {name!r} in the state of the function that is traced; got a number "
@@ -18,6 +17,10 @@ NOT_IN_STATE = (
     "gainstage.optimizers.functionalize(optimizer.scale_loss, optimizer.variables) once, then "
     "scaled(state, loss)[0] inside. With `apply` outside, pass optimizer.loss_scale in as an "
     "argument."
+)
+SCALED_TWICE = (
+    "Expected the loss itself for scale_loss; got what scale_loss has multiplied by the loss scale "
+    "already. Multiply once."
 )
 STALE_READS = 10  # of one value after `stateless_apply`, with which it counts as used in vain
 IN_STATE = (

@@ -68,6 +68,11 @@ _TEXTS = {
         "opt_state), and leave loss_scale= out; for a fixed scale, write gainstage.loss_scaled(tx, "
         "gainstage.FixedLossScale(scale))."
     ),
+    "old state": (
+        "{line} asks by the state that the update at {update} got whether its step was applied, "
+        "which tells of the step before. Pass the state that the update returned: updates, "
+        "opt_state = tx.update(grads, opt_state, params)."
+    ),
     "no use": (
         "The rule of the update at {update} has no effect: the loss of gainstage.autocast has a "
         "loss_scale of its own. Leave the rule out, and for another scale write "
@@ -147,10 +152,16 @@ def faults_in(marks: Sequence[Mark]) -> list[Fault]:
     state: Mark | None = None
     by: Mark | None = None
     grads = list[Mark]()
+    taken: dict[Any, Mark] = {}  # the update that got each decision
     for mark in marks:
-        if mark.name == "state":
+        origin = mark.value.origin
+        if mark.name == "taken" and state and origin is not None:
+            taken[origin] = state
+        elif mark.name == "decision" and origin in taken:
+            found[_fault("old state", taken[origin], mark.eqn)] = None
+        elif mark.name == "state":
             found |= dict.fromkeys(_of_update(state, by, grads))
-            state, by, grads = mark, None, []
+            state, by, grads = mark, mark if "divides" in mark.options else None, []
         elif mark.name == "by":
             by = mark
         elif mark.name == "gradient":
@@ -188,7 +199,9 @@ def _of_update(state: Mark | None, by: Mark | None, grads: Sequence[Mark]) -> It
         return
     unit, moves = _unit(state.value), "fixed" not in state.options
     kind = unit[0] if isinstance(unit, tuple) else ""
-    # One that is made in the program is no argument of it, and need not be.
+    # One that is made in the program is no argument of it, and need not be; nor is it known where
+    # else its number stands.
+    is_number = _is_number(unit)
     if moves and (kind == "constant" or (state.value.still and kind != "made")):
         yield _fault("constant", state)
         return
@@ -197,6 +210,8 @@ def _of_update(state: Mark | None, by: Mark | None, grads: Sequence[Mark]) -> It
         yield _fault("constant divisor", state)
         return
     values = [mark.value for mark in grads if mark.value.degree != FREE]
+    if values and not any(x.through for x in values) and is_number:
+        return
     if values and not any(x.through for x in values):
         plain = next((mark for mark in grads if _is_plain(mark.value)), None)
         if plain and moves and (by is None or power_of(divisor, unit)):
@@ -221,7 +236,7 @@ def _of_gradient(x: Seen, state: Mark, by: Mark | None) -> Iterator[Fault]:
         return
     inside = next((flaw for flaw in x.flaws if flaw.is_inside), None)
     degree = None if x.degree is None else product(x.degree, by.value.degree if by else ONE, -1)
-    n = power_of(degree, unit)
+    n = 0 if _is_number(unit) else power_of(degree, unit)
     rounds = inside is not None and inside.name in degrees.ROUNDS.values()
     if inside is not None and (n or degree is None or rounds):
         yield _fault("not in proportion", state, inside.eqn, name=inside.name)
@@ -240,6 +255,11 @@ def _of_gradient(x: Seen, state: Mark, by: Mark | None) -> Iterator[Fault]:
         else:
             remedy = _REMEDIES.get(flaw.name, _INSIDE.format(inner="your transformation"))
             yield _fault("hidden", state, flaw.eqn, name=flaw.name, remedy=remedy)
+
+
+def _is_number(unit: Any) -> bool:
+    """Whether a loss scale is a number that is written out in the program."""
+    return isinstance(unit, tuple) and unit[0] == "made" and isinstance(unit[1], float)
 
 
 def _unit(x: Seen) -> Any:

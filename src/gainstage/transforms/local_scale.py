@@ -11,7 +11,7 @@ from gainstage._base.arrays import partition
 from gainstage._scaling.gradients import float32_or_wider
 from gainstage._variables.types import P, PyTree, R, Scalar, Tree
 from gainstage.transforms import nnx_objects
-from gainstage.transforms.gradient_faults import note_self_scaled
+from gainstage.transforms.marks import marked
 
 
 def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
@@ -67,7 +67,7 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
         result, changed = converted(*_times([*arrays, *closed_over], 1 / factor))
         nnx_objects.change(args, changed)
         if not any(map(jnp.shape, jax.tree.leaves(result))):  # a loss, and not a part of a network
-            note_self_scaled()
+            result = jax.tree.map(_scales_itself, result)
         return _times(result, factor)
 
     result: Callable[..., R] = scaled  # it takes no keywords, which a `ParamSpec` cannot say
@@ -82,6 +82,14 @@ def _times(tree: Tree, factor: jax.Array) -> Tree:
         return _passed(jnp.asarray(x), factor) if inexact else x
 
     return jax.tree.map(one, tree)
+
+
+@jax.custom_vjp
+def _scales_itself(x: ArrayLike) -> ArrayLike:
+    return x
+
+
+_scales_itself.defvjp(lambda x: (x, None), lambda _, g: (marked(g, "own"),))
 
 
 @jax.custom_vjp

@@ -45,32 +45,28 @@ from gainstage.rules.loss_scale import (
     start,
 )
 from gainstage.transforms import models
-from gainstage.transforms.gradient_faults import (
-    FROZEN,
-    NO_LOSS,
-    STALE,
-    UNMOVED,
-    UPDATED,
-    fault,
-)
 from gainstage.transforms.loss_scaled_state import (
     LossScaledState,
     refuse_other,
     states_in,
 )
-from gainstage.transforms.marks import marked
+from gainstage.transforms.marks import marked, marked_function
+from gainstage.transforms.plain_gradients import NOT_SCALED, is_plain
 from gainstage.transforms.refusals import (
     cast_state,
     check_leaves,
     half_in,
     statistics_in,
-    told_if_half,
-    told_if_plain,
     unrecorded,
     wrong_rule,
     wrong_state,
 )
 
+NO_LOSS = (
+    "This update of gainstage.loss_scaled does not get the loss, which {rule} measures: without it "
+    "a NaN in the data looks like an overflow, and lowers the scale. Write tx.update(grads, "
+    "opt_state, params, value=loss), or take gainstage.DynamicLossScale()."
+)
 KeyPath = tuple[Any, ...]  # the keys of a leaf in a pytree
 
 
@@ -223,7 +219,7 @@ class ScaledTransformation:
     ) -> tuple[PyTree, LossScaledState]:
         """The updates and the state after a step, as `loss_scaled` documents them."""
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
-        self._check(updates, state, params, loss_scale, apply_if, extra)
+        self._check(updates, state, params, loss_scale, extra)
         updates, state, loss_scale = self._marked(updates, state, loss_scale, apply_if)
         if models.library(params):
             params = models.chosen(params, updates)
@@ -272,12 +268,19 @@ class ScaledTransformation:
         self, grads: PyTree, state: LossScaledState, by: Scalar | None, apply_if: Flag | None
     ) -> tuple[PyTree, LossScaledState, Scalar | None]:
         """What an update gets, marked for `lint`."""
-        fixed = ["fixed"] * (self.is_fixed or not self._watches)
-        options = (*fixed, *["ruled"] * self._is_chosen, *["chosen"] * (apply_if is not None))
         rule_state = state.rule_state
-        scale = marked(rule_state.scale, "state", *options)
-        state = state._replace(rule_state=rule_state._replace(scale=scale))
-        by = None if by is None else marked(jnp.asarray(by, jnp.float32), "by")
+        is_own = by is rule_state.scale
+        known = {
+            "fixed": self.is_fixed or not self._watches,
+            "ruled": self._is_chosen,
+            "chosen": apply_if is not None,
+            "divides": is_own,  # by this scale
+        }
+        scale = marked(rule_state.scale, "state", *(word for word in known if known[word]))
+        applied = marked(state.applied, "taken")
+        state = state._replace(rule_state=rule_state._replace(scale=scale), applied=applied)
+        if by is not None:
+            by = scale if is_own else marked(jnp.asarray(by, jnp.float32), "by")
         return marked(grads, "gradient"), state, by
 
     def _updated(
@@ -313,11 +316,10 @@ class ScaledTransformation:
         state: OptState,
         params: PyTree,
         loss_scale: Scalar | None,
-        apply_if: jax.Array | None,
         extra: dict[str, Any],
     ) -> None:
         """Refuses a state of another transformation, and warns of gradients that cannot be true.
-        In `extra`, functions that give plain losses or gradients are replaced by some that warn."""
+        In `extra`, what functions return is marked for `lint`."""
         ours = isinstance(state, LossScaledState)
         scale = getattr(state.rule_state, "scale", None) if ours else None
         if scale is None or not jax.tree_util.all_leaves([scale]):
@@ -332,20 +334,15 @@ class ScaledTransformation:
         if self._watches:
             if getattr(scale, "dtype", None) in (jnp.float16, jnp.bfloat16):
                 raise cast_state(scale.dtype)
-            how = self._is_chosen, updates, params, apply_if is not None
-            wrong = fault(scale, loss_scale, *how)
-            if wrong and not (wrong in (STALE, FROZEN, UNMOVED) and self.is_fixed):
-                self._tell(wrong)
-            if "grad_fn" in extra:
-                extra["grad_fn"] = told_if_plain(extra["grad_fn"], scale, self._told)
-            if "value_fn" in extra:
-                extra["value_fn"] = told_if_half(extra["value_fn"], self._told)
+            if loss_scale is None and is_plain(updates, scale, params):
+                self._tell(NOT_SCALED)
+            for name in ("grad_fn", "value_fn"):
+                if name in extra:
+                    extra[name] = marked_function(extra[name], name)
         if "loss" in self.rule.measures and extra.get("value") is None:
             self._tell(NO_LOSS.format(rule=type(self.rule).__name__))
         if jax.sharding.get_abstract_mesh().manual_axes:
             self._tell(summed(updates))
-        if isinstance(state.applied, jax.Array):
-            UPDATED[id(state.applied)] = state.applied
 
     def _tell(self, wrong: str | None) -> None:
         """Warns, once of each fault."""

@@ -1,7 +1,9 @@
 """Marks in a traced program, by which `lint` finds loss scales, updates and their gradients."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gainstage._base._jax import trace_ctx
@@ -17,7 +19,8 @@ def marked(tree: Tree, name: str, *options: str) -> Tree:
         name: "scale", a loss scale that is read; "state", that of the state of an update; "new",
             that after it; "gradient", what it gets; "by", what it divides by; "fresh", what it
             returns, with which other gradients begin; "own", a gradient of a loss that scales
-            itself; "grad_fn" and "value_fn", what these functions return to a transformation.
+            itself; "grad_fn" and "value_fn", what these functions return to a transformation;
+            "taken", the decision in the state of an update; "decision", one that is asked for.
         options: what else is to be known of it.
     """
     if trace_ctx.is_top_level():
@@ -25,9 +28,12 @@ def marked(tree: Tree, name: str, *options: str) -> Tree:
     words = ",".join((PREFIX + name, *options))
     return jax.tree.map(
         lambda x: (
-            checkpoint_name(x, words)
-            if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
-            else x
+            checkpoint_name(x, words) if isinstance(x, jax.Array) and x.dtype.kind in "fcVb" else x
         ),
         tree,
     )
+
+
+def marked_function(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function for a transformation, whose arguments and result are marked."""
+    return lambda *args, **kwargs: marked(fun(*marked(args, "fresh"), **kwargs), name)

@@ -1,6 +1,6 @@
 """What `loss_scaled` and `train_step` say about arguments that they were not made for."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,20 +9,12 @@ import optax
 
 from gainstage._base._jax import Tracer
 from gainstage._base.checks import brief
-from gainstage._base.warn import warn
 from gainstage._programs import jaxprs
 from gainstage._programs.operations import PRODUCTS
 from gainstage._variables.types import OptState, PyTree, Structure
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
-from gainstage.transforms.gradient_faults import (
-    PLAIN_GRAD_FN,
-    PLAIN_VALUE_FN,
-    is_plain,
-    is_plain_half,
-)
 from gainstage.transforms.loss_scaled_state import LossScaledState, no_rule_state
-from gainstage.transforms.marks import marked
 
 PARAMETERS_ALONE = (
     "Pass the parameters alone to tx.init, such as equinox.filter(params, "
@@ -101,36 +93,6 @@ def needless_scale(program: jaxprs.AnyJaxpr) -> str | None:
     if not small:
         return NOTHING_IN_HALF if floats & products else None
     return BFLOAT16_ALONE if small == {jnp.dtype(jnp.bfloat16)} <= products else None
-
-
-def told_if_plain(
-    grad_fn: Callable[..., PyTree], scale: Any, told: set[str]
-) -> Callable[..., PyTree]:
-    """A function that computes gradients for the inner transformation, such as SAM, with a warning
-    if it does so without the scale."""
-
-    def checked(*args: Any, **kwargs: Any) -> PyTree:
-        grads: PyTree = grad_fn(*marked(args, "fresh"), **kwargs)
-        if PLAIN_GRAD_FN not in told and is_plain(grads, scale, args):
-            told.add(PLAIN_GRAD_FN)
-            warn(PLAIN_GRAD_FN)
-        return marked(grads, "grad_fn")
-
-    return checked
-
-
-def told_if_half(value_fn: Callable[..., Any], told: set[str]) -> Callable[..., Any]:
-    """A loss for the line search of the inner transformation, with a warning if it is
-    differentiated in float16 without a scale."""
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        value = value_fn(*marked(args, "fresh"), **kwargs)
-        if PLAIN_VALUE_FN not in told and is_plain_half(value):
-            told.add(PLAIN_VALUE_FN)
-            warn(PLAIN_VALUE_FN)
-        return marked(value, "value_fn")
-
-    return checked
 
 
 def wrong_state(state: object) -> TypeError:

@@ -19,7 +19,6 @@ from gainstage._scaling.finite_check import all_finite
 from gainstage._scaling.retry_loop import BACKOFF, Attempt, try_again
 from gainstage._variables.sharding import on_all_devices, varying_like
 from gainstage._variables.types import P, PyTree, R
-from gainstage.transforms.gradient_faults import note_self_scaled
 from gainstage.transforms.marks import marked
 from gainstage.transforms.retrace import traced
 
@@ -79,7 +78,6 @@ def self_scaled(
 
     def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
         nonlocal warned
-        note_self_scaled()
         halves = [x for x in arrays if is_differentiated(x) and x.dtype == jnp.float16]
         if halves and not warned:
             warned = True

@@ -38,7 +38,7 @@ from gainstage.transforms.loss_scaled_state import (
 )
 from gainstage.transforms.models import Model
 from gainstage.transforms.refusals import check_leaves
-from gainstage.transforms.updates import apply_updates, select_if_applied, step_was_applied
+from gainstage.transforms.updates import selected, step_was_applied, updated
 from gainstage.transforms.value_and_grad import value_and_grad
 
 
@@ -263,13 +263,14 @@ class TrainState(Generic[Params]):
         check_like("extra", extra, "extra", self.extra)
         more = {} if loss is None else {"value": loss}
         updates, opt_state = self.tx.update(grads, self.opt_state, trainable, **more)
+        applied = loss_scaled_state(opt_state).applied
         if changed and before is not None:
             old = nnx_objects.values_of(changed, before)
-            nnx_objects.change(params, select_if_applied(changed, old, opt_state))
-        params = apply_updates(params, updates, opt_state)
+            nnx_objects.change(params, selected(changed, old, applied))
+        params = updated(params, updates, applied)
         if extra is not None:
-            extra = select_if_applied(extra, jax.tree.map(lambda x: x, self.extra), opt_state)
-        step = self.step + step_was_applied(opt_state).astype(jnp.int32)
+            extra = selected(extra, jax.tree.map(lambda x: x, self.extra), applied)
+        step = self.step + applied.astype(jnp.int32)
         return dataclasses.replace(self, params=params, opt_state=opt_state, extra=extra, step=step)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import divided_state
 from gainstage.rules.loss_scale import LossScale
 from gainstage.transforms import models, nnx_objects
-from gainstage.transforms.gradient_faults import FROZEN, is_constant_of_a_loop, note_scale
 from gainstage.transforms.loss_scaled import ScaledTransformation, transformation_of
 from gainstage.transforms.loss_scaled_state import (
     LossScaledState,
@@ -46,7 +45,7 @@ from gainstage.transforms.loss_scaled_state import (
 from gainstage.transforms.nnx_objects import Graph, partition_model
 from gainstage.transforms.refusals import explain_step, needless_scale
 from gainstage.transforms.train_state import TrainState, check_like, with_parts
-from gainstage.transforms.updates import apply_updates, select_if_applied
+from gainstage.transforms.updates import selected, updated
 from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
 
 DRIFTS = (
@@ -282,7 +281,7 @@ class _CompiledStep:
         inside, (given, carried) = is_inside(), self._checked(state)
         donates = self._donates and not reruns() and not inside
         if inside:
-            self._warn_inside(opt_state)
+            self._warn_inside()
         try:
             if self._over and not (
                 inside or self._watch.ended_with(getattr(opt_state, "applied", None))
@@ -317,12 +316,10 @@ class _CompiledStep:
         params, extra = carried.combine(arrays)
         return TrainState(params, opt_state, extra, step, self._tx), loss, *aux
 
-    def _warn_inside(self, opt_state: OptState) -> None:
+    def _warn_inside(self) -> None:
         """Warns of a call inside of another trace that is hardly what was meant."""
         if not knows_what_varies(jax.sharding.get_abstract_mesh()):
             warn(DRIFTS)
-        if not self._is_fixed and is_constant_of_a_loop(_scale_in(opt_state)):
-            warn(FROZEN)
 
     def lowered(self, state: TrainState[Any], batch: tuple[PyTree, ...]) -> jax.stages.Lowered:
         """The lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
@@ -444,7 +441,6 @@ class _CompiledStep:
         more: dict[str, Any] = {"loss_scale": scale} if divides else {}
         if not divides:
             grads = gradients.unscale(grads, scale)
-            note_scale(scale, "true", true=grads)
         trainable = models.chosen(params, grads)
         self._told = self._told or warned_of_sums(loss, trainable)
         if shardings and divides:
@@ -454,7 +450,8 @@ class _CompiledStep:
                 if not all(sharding.is_fully_replicated for sharding in shardings):
                     more["shardings"] = found
         updates, opt_state = self._tx.update(grads, opt_state, trainable, value=loss, **more)
-        params = apply_updates(params, updates, opt_state)
+        applied = loss_scaled_state(opt_state).applied
+        params = updated(params, updates, applied)
         new, after = partition_model(params)
         if after != carried.model:
             raise ValueError(
@@ -465,11 +462,11 @@ class _CompiledStep:
         if extra is not new_extra:
             check_like("extra", new_extra, "extra", extra)
         new = [*new, *jax.tree.leaves(new_extra), step + 1]
-        *arrays, step = select_if_applied(new, [*arrays, step], opt_state)
+        *arrays, step = selected(new, [*arrays, step], applied)
         changed = {} if before is None else nnx_objects.changes(batch, before)
         if before is not None and changed:
             old = nnx_objects.values_of(changed, before)
-            changed = select_if_applied(changed, old, opt_state)
+            changed = selected(changed, old, applied)
         return arrays, (opt_state, step), loss, *([aux] if self._has_aux else []), changed
 
 

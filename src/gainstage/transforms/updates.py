@@ -4,16 +4,14 @@ import jax
 import jax.numpy as jnp
 from jax.dtypes import float0
 
-from gainstage._base._jax import Tracer
 from gainstage._base.checks import brief
-from gainstage._base.warn import warn
 from gainstage._scaling import gradients
 from gainstage._variables.sharding import typed_like
 from gainstage._variables.types import OptState, PyTree, Scalar, Structure, Tree
 from gainstage._variables.variable import Variable
 from gainstage.transforms import models
-from gainstage.transforms.gradient_faults import OLD, UPDATED
 from gainstage.transforms.loss_scaled_state import applied_in
+from gainstage.transforms.marks import marked
 
 
 def step_was_applied(opt_or_state: OptState) -> jax.Array:
@@ -31,21 +29,9 @@ def step_was_applied(opt_or_state: OptState) -> jax.Array:
         ValueError: the optimizer has no `telemetry=True`, or there is not one loss-scale state.
     """
     applied = applied_in(opt_or_state)
-    if isinstance(applied, Tracer):  # elsewhere, a log may ask for an earlier step
-        _check_that_it_is_new(applied, "step_was_applied")
-    return applied.value() if isinstance(applied, Variable) else jnp.asarray(applied)
-
-
-def _decision(opt_or_state: OptState, caller: str) -> jax.Array:
-    """As `step_was_applied`; warns of a state that `update` got, not the one that it returned."""
-    applied = applied_in(opt_or_state)
-    _check_that_it_is_new(applied, caller)
-    return applied.value() if isinstance(applied, Variable) else jnp.asarray(applied)
-
-
-def _check_that_it_is_new(applied: object, caller: str) -> None:
-    if UPDATED.get(id(applied)) is applied:
-        warn(OLD.format(name=caller))
+    if isinstance(applied, Variable):
+        return applied.value()
+    return marked(jnp.asarray(applied), "decision")
 
 
 def select_if_applied(new: Tree, old: PyTree, opt_or_state: OptState) -> Tree:
@@ -83,7 +69,11 @@ def select_if_applied(new: Tree, old: PyTree, opt_or_state: OptState) -> Tree:
         >>> print(params, mean)
         0.0 0.2
     """
-    applied = _decision(opt_or_state, "select_if_applied")
+    return selected(new, old, step_was_applied(opt_or_state))
+
+
+def selected(new: Tree, old: PyTree, applied: jax.Array) -> Tree:
+    """`select_if_applied` by the decision itself."""
     boxes = [jax.tree.leaves(tree, is_leaf=_is_box) for tree in (new, old)]
     structure: Structure = jax.tree.structure(new)
     if structure != jax.tree.structure(old):
@@ -136,7 +126,11 @@ def apply_updates(params: Tree, updates: PyTree, opt_state: OptState) -> Tree:
         >>> print(updates, gs.transforms.apply_updates(params, updates, opt_state))
         -0.5 1.0
     """
-    applied = _decision(opt_state, "apply_updates")
+    return updated(params, updates, step_was_applied(opt_state))
+
+
+def updated(params: Tree, updates: PyTree, applied: jax.Array) -> Tree:
+    """`apply_updates` by the decision itself."""
 
     def one(param: jax.Array | None, update: jax.Array | None) -> jax.Array | None:
         if param is None or update is None or getattr(update, "dtype", None) == float0:

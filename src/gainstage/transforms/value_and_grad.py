@@ -7,22 +7,11 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from gainstage._base._jax import Tracer, trace_ctx
 from gainstage._base.checks import brief
 from gainstage._scaling import gradients
 from gainstage._variables.sharding import note_sums
 from gainstage._variables.types import Aux, OptState, P, PyTree, Scalar, Using
-from gainstage._variables.variable import is_inside, is_tracing
 from gainstage.transforms import models, nnx_objects
-from gainstage.transforms.gradient_faults import (
-    LOSSES,
-    MULTIPLIED,
-    MULTIPLIED_ALREADY,
-    READ_ALREADY,
-    SCALED_TWICE,
-    is_times_a_scale,
-    note_scale,
-)
 from gainstage.transforms.loss_scaled_state import loss_scaled_state, state_to_scale_by
 from gainstage.transforms.marks import marked
 
@@ -98,9 +87,7 @@ def value_and_grad(
         factor = marked(scale, "scale")
         differentiate = scaled_value_and_grad(fun, factor, has_aux, using, args, argnums)
         (_, (loss, aux)), grads = differentiate(*args, **kwargs)
-        constant = not isinstance(scale, Tracer) and is_tracing()
         grads = gradients.unscale(grads, factor)
-        note_scale(scale, "true", "waiting", *["constant"] * constant, true=grads)
         if jax.sharding.get_abstract_mesh().manual_axes:
             note_sums(loss, grads)
         return ((loss, aux) if has_aux else loss), grads
@@ -135,15 +122,11 @@ def scaled_value_and_grad(
 
     @functools.wraps(fun, updated=())  # NNX finds the names of keyword arguments in the signature
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        done = set[str]()
-        LOSSES.running.append((trace_ctx.trace, done))
         try:
             result: Any = fun(*args, **kwargs)
         except Exception as error:
             nnx_objects.explain(error)
             raise
-        finally:
-            LOSSES.running.pop()
         if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
             raise TypeError(
                 f"Expected (loss, aux) from fun with has_aux=True; got {brief(_shape(result))}."
@@ -155,12 +138,6 @@ def scaled_value_and_grad(
                 f"Expected a scalar loss from fun, or (loss, aux) with has_aux=True; got "
                 f"{brief(jax.tree.map(_shape, loss))}."
             )
-        is_aux = any(MULTIPLIED.get(id(x)) is x for x in jax.tree.leaves(aux))
-        in_it = "multiplied" in done and "read" not in done and not is_aux
-        if in_it or MULTIPLIED.get(id(loss)) is loss:
-            raise ValueError(MULTIPLIED_ALREADY)
-        if "read" in done and is_times_a_scale(loss):
-            raise ValueError(READ_ALREADY)
         return gradients.scaled(loss, scale), (gradients.upcast(loss), aux)
 
     by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
@@ -191,9 +168,7 @@ def loss_scale(opt_state: OptState) -> jax.Array:
         >>> print(gs.transforms.loss_scale(tx.init(jnp.ones(3))))
         32768.0
     """
-    scale = loss_scaled_state(opt_state).rule_state.scale
-    note_scale(scale, "read", *["used"] * is_inside())
-    return scale
+    return loss_scaled_state(opt_state).rule_state.scale
 
 
 def scale_loss(loss: Scalar, opt_state: OptState) -> jax.Array:
@@ -208,13 +183,7 @@ def scale_loss(loss: Scalar, opt_state: OptState) -> jax.Array:
 
     Raises:
         TypeError: `loss` is not a single array.
-        ValueError: `opt_state` has no loss-scale state, or several, or `loss` is what `scale_loss`
-            has returned.
+        ValueError: `opt_state` has no loss-scale state, or several.
     """
-    if MULTIPLIED.get(id(loss), scale_loss) is loss:
-        raise ValueError(SCALED_TWICE)
     scale = loss_scaled_state(opt_state).rule_state.scale
-    note_scale(scale, "multiplied")
-    multiplied = gradients.scaled(loss, marked(scale, "scale"))
-    MULTIPLIED[id(multiplied)] = multiplied
-    return multiplied
+    return gradients.scaled(loss, marked(scale, "scale"))
