@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
-from gainstage._base._jax import Tracer, get_opaque_trace_state, holds_arrays
+from gainstage._base._jax import Tracer, get_opaque_trace_state, holds_arrays, trace_ctx
 from gainstage._base.arrays import ARRAYS, Devices, owned, strong, with_devices
 from gainstage._variables.operators import Operators
 
@@ -377,10 +377,10 @@ def is_tracing() -> bool:
 
 def is_inside() -> bool:
     """Whether this runs inside a JAX transformation, including eager ones."""
-    return get_opaque_trace_state() != _EAGER
+    return trace_ctx.trace is not _EAGER
 
 
-_EAGER = get_opaque_trace_state()
+_EAGER = trace_ctx.trace
 _creations = itertools.count()  # numbers variables: version 1 lists them as they were created
 _NUMBERS = (bool, int, float, *ARRAYS)
 
