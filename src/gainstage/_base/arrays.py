@@ -56,9 +56,16 @@ class Static:
 
     def combine(self, arrays: Iterable[Any]) -> Any:
         """The pytree with these arrays."""
+        return jax.tree.unflatten(self.structure, self.placed(arrays))
+
+    def placed(self, arrays: Iterable[Any]) -> list[Any]:
+        """All leaves, with these arrays in their places."""
         each = iter(arrays)
-        leaves = [next(each) if leaf is _ARRAY else leaf for leaf in self.leaves]
-        return jax.tree.unflatten(self.structure, leaves)
+        return [next(each) if leaf is _ARRAY else leaf for leaf in self.leaves]
+
+    def built(self, tree: Any) -> Any:
+        """The pytree of `structure` itself, as that is the structure of the whole."""
+        return tree
 
 
 def partition(tree: Any, kinds: tuple[type, ...] = ARRAYS) -> tuple[list[Any], Static]:

@@ -9,7 +9,7 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from gainstage._base._jax import JaxprEqn, Tracer
 from gainstage._base.arrays import ARRAYS
 from gainstage._base.warn import warn
 from gainstage._programs.jaxprs import AnyJaxpr, equations
-from gainstage._variables.types import OptState, PyTree, Structure, Tree
+from gainstage._variables.types import PyTree, Tree
 from gainstage._variables.variable import Variable, is_inside
 
 _sharding_of = operator.attrgetter("sharding")
@@ -282,37 +282,20 @@ def _divides(eqn: JaxprEqn) -> bool:
     return any(map(axes_of, specs)) or not all(s.is_fully_replicated for s in named)
 
 
-class Shardings(NamedTuple):
-    """The shardings of the arrays of a model and of an optimizer's state."""
-
-    leaves: tuple[Any, ...]
-    structure: Structure  # of (arrays, state)
-
-    def of_arrays(self) -> tuple[Any, ...]:
-        """The shardings of the arrays, if all are on a mesh."""
-        arrays, _ = self.structure.unflatten(self.leaves)
-        return tuple(arrays) if all(isinstance(s, NamedSharding) for s in arrays) else ()
-
-
-def on_one_mesh(
-    arrays: list[Any], opt_state: OptState, batch: PyTree
-) -> tuple[list[Any], OptState, Shardings | None]:
-    """The arrays and the state on the mesh of any argument, with their shardings.
+def on_one_mesh(arrays: list[Any], batch: PyTree) -> tuple[list[Any], tuple[Any, ...] | None]:
+    """The arrays of a state on the mesh of any argument, with their shardings.
 
     An array on no chosen device is replicated. JAX would do so too, but compile the next step
     again, which gets it back from the mesh.
     """
-    everywhere = None if is_inside() else replicated_like((arrays, opt_state, batch))
+    everywhere = None if is_inside() else replicated_like((arrays, batch))
     if everywhere is None:
-        return arrays, opt_state, None
-    structure: Structure
-    leaves, structure = jax.tree.flatten((arrays, opt_state))
+        return arrays, None
     shardings = [
-        x.sharding if on_mesh(x) or getattr(x, "committed", False) else everywhere for x in leaves
+        x.sharding if on_mesh(x) or getattr(x, "committed", False) else everywhere for x in arrays
     ]
-    leaves = [
+    arrays = [
         jax.device_put(x, everywhere) if sharding is everywhere and isinstance(x, ARRAYS) else x
-        for x, sharding in zip(leaves, shardings, strict=True)
+        for x, sharding in zip(arrays, shardings, strict=True)
     ]
-    arrays, opt_state = structure.unflatten(leaves)
-    return arrays, opt_state, Shardings(tuple(shardings), structure)
+    return arrays, tuple(shardings)

@@ -32,6 +32,9 @@ State = Variable | Iterable[Any]  # a pytree of variables
 class Structure(Protocol):
     """The structure of a pytree, `jax.tree_util.PyTreeDef`, whose methods jaxlib does not type."""
 
+    @property
+    def num_leaves(self) -> int: ...
+
     def unflatten(self, leaves: Iterable[Any], /) -> PyTree: ...
 
     def flatten_up_to(self, tree: PyTree, /) -> list[Any]: ...

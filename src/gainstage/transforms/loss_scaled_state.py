@@ -281,18 +281,6 @@ def without_scalars(opt_state: OptState) -> tuple[OptState, list[StepScalars]]:
     return _with_states(split, opt_state), scalars
 
 
-def with_scalars(opt_state: OptState, scalars: list[StepScalars]) -> OptState:
-    """The optax state that `without_scalars` has split."""
-    each = iter(scalars)
-
-    def join(state: LossScaledState) -> LossScaledState:
-        own, stats = next(each), state.observed
-        stats = stats and stats._replace(info=own.info)
-        return state._replace(rule_state=own.rule_state, applied=own.applied, observed=stats)
-
-    return _with_states(join, opt_state)
-
-
 def _unboxed(state: LossScaledState) -> LossScaledState:
     """The scalars of a state, out of the boxes that a library such as Flax puts them in."""
 

@@ -33,7 +33,15 @@ class Graph:
 
     def combine(self, arrays: Iterable[Any]) -> Any:
         """The model with these arrays."""
-        return _nnx().merge(self.definition, jax.tree.unflatten(self.structure, list(arrays)))
+        return self.built(jax.tree.unflatten(self.structure, self.placed(arrays)))
+
+    def placed(self, arrays: Iterable[Any]) -> list[Any]:
+        """The leaves of the state of the model, with these arrays in their places."""
+        return list(arrays)
+
+    def built(self, tree: Any) -> Any:
+        """The model of a state."""
+        return _nnx().merge(self.definition, tree)
 
 
 def partition_model(

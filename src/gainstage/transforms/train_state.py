@@ -5,7 +5,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, NamedTuple, Self, overload
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, overload
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +90,7 @@ class TrainState(Generic[Params]):
     extra: PyTree
     step: jax.Array
     tx: optax.GradientTransformationExtraArgs
+    _returned: ClassVar[Any] = None  # what `train_step` notes of a state that it has returned
 
     @staticmethod
     def create(

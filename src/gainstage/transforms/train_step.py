@@ -2,14 +2,15 @@
 
 import dataclasses
 import functools
-import weakref
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVarTuple, overload
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.stages import Wrapped
+from jax.sharding import NamedSharding
+from jax.tree_util import default_registry, treedef_tuple
 
 from gainstage._base import checks
 from gainstage._base.arrays import ARRAYS, Static, leaves_and_none, partition, unshared
@@ -19,14 +20,14 @@ from gainstage._scaling import gradients
 from gainstage._scaling.retry_loop import NO_RETRY, Attempt, may_help, try_again
 from gainstage._variables.bridge import reruns
 from gainstage._variables.sharding import (
-    Shardings,
     knows_what_varies,
+    on_mesh,
     on_one_mesh,
     replicated_like,
     tell_if_whole,
     warned_of_sums,
 )
-from gainstage._variables.types import Aux, OptState, Params, PyTree, Scalar, Using
+from gainstage._variables.types import Aux, OptState, Params, PyTree, Scalar, Structure, Using
 from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import divided_state
 from gainstage.rules.loss_scale import LossScale
@@ -34,12 +35,11 @@ from gainstage.transforms import models, nnx_objects
 from gainstage.transforms.loss_scaled import ScaledTransformation, transformation_of
 from gainstage.transforms.loss_scaled_state import (
     LossScaledState,
-    StepScalars,
     loss_scaled_state,
     retried,
     state_to_scale_by,
+    states_in,
     with_first_scale_if_skipped,
-    with_scalars,
     without_scalars,
 )
 from gainstage.transforms.nnx_objects import Graph, partition_model
@@ -212,7 +212,11 @@ class TrainStep(Generic[*More]):
                 f"Expected the batch by position; got {', '.join(named)} by name. Write "
                 f"step(state, {', '.join(named)})."
             )
-        found: Any = self._of(state).take(state, batch)
+        returned: Any = getattr(state, "_returned", None)
+        if returned is not None and returned.step.options is self._options:
+            found: Any = returned.step.take(state, batch)
+        else:
+            found = self._of(state).take(state, batch)
         return found
 
     def lower(self, state: TrainState[Any], *batch: PyTree) -> jax.stages.Lowered:
@@ -241,16 +245,77 @@ class TrainStep(Generic[*More]):
 
 @dataclasses.dataclass(frozen=True)
 class Carried:
-    """What steps carry on beside the state of the optimizer, without its arrays."""
+    """What steps carry on, without its arrays: those of the model, of the extra and of the rest."""
 
     model: Static | Graph
-    count: int  # of the arrays of the model, which come first
+    count: int  # of the arrays of the model
     extra: Static
+    first: int  # of the arrays of the rest, which come after those of the extra
+    rest: Structure  # of (opt_state, step)
 
     def combine(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
-        """The model and the extra, with these arrays."""
+        """The model and the extra, with the first of these arrays."""
         model = self.model.combine(arrays[: self.count])
-        return model, self.extra.combine(arrays[self.count :])
+        return model, self.extra.combine(arrays[self.count : self.first])
+
+
+class _Program:
+    """The compiled program of all states that differ in the values of their arrays alone."""
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        carried: Carried,
+        donates: bool,
+        shardings: tuple[Any, ...] | None,
+        has_aux: bool,
+    ):
+        self.carried, self.donates, self.shardings = carried, donates, shardings
+        self._fills = bool(carried.model.others)
+        self.count = carried.first + carried.rest.num_leaves  # of the arrays
+        opt_state, step = carried.rest.unflatten(range(carried.first, self.count))
+        kept = {step, *jax.tree.leaves(without_scalars(opt_state)[1])}
+        self.donated = [i for i in range(self.count) if i not in kept] if donates else []
+        # The structure of (params, extra, (opt_state, step)) after a step; known when it is traced.
+        self.result: Any = None
+        self.repeats = False  # whether that is the structure before it too
+        options: dict[str, Any] = {"donate_argnums": self.donated}
+        if shardings is not None:
+            options["out_shardings"] = (list(shardings), *[None] * (2 + has_aux))
+        self.run = jax.jit(functools.partial(run, self), **options)
+
+    def returns(self, rest: PyTree) -> list[Any]:
+        """Notes the structure of the (opt_state, step) that it returns; returns their arrays."""
+        leaves, structure = jax.tree.flatten(rest)
+        parts = self.carried.model.structure, self.carried.extra.structure, structure
+        self.result, self.repeats = treedef_tuple(parts), structure == self.carried.rest
+        return leaves
+
+    def leaves(self, arrays: list[Any]) -> list[Any]:
+        """The leaves of what it returns, with these arrays and all that is no array."""
+        if not self._fills:
+            return arrays
+        count = self.carried.count
+        return [*self.carried.model.placed(arrays[:count]), *arrays[count:]]
+
+    def shares(self, arrays: Sequence[Any], others: Sequence[Any]) -> bool:
+        """Whether one of the arrays that it donates is among others too."""
+        found = {*map(id, others)}
+        return not found.isdisjoint(map(id, arrays)) and any(
+            id(arrays[i]) in found for i in self.donated
+        )
+
+
+class _Returned(NamedTuple):
+    """What a step has returned as a state, which is noted in that state."""
+
+    step: "_CompiledStep"
+    program: _Program
+    leaves: list[Any]  # of (params, extra, (opt_state, step))
+    arrays: list[Any]  # those of the leaves that the program takes
+
+
+_KINDS = (*ARRAYS, jax.ShapeDtypeStruct)
 
 
 class _CompiledStep:
@@ -262,9 +327,9 @@ class _CompiledStep:
         tx: optax.GradientTransformationExtraArgs,
         scaled: ScaledTransformation | None,
     ):
+        self.options = options
         self._loss_fn, self._has_aux, self._using, self._donates, self._retries = options
         self._tx = tx
-        self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
         if self._retries and scaled and scaled.is_fixed:
             warn(NO_RETRY)
         self._over = scaled.over if scaled else ()  # the mesh axes of `shard_state_over`
@@ -272,49 +337,73 @@ class _CompiledStep:
         self._watch = DeadRunWatch(_lowest_of(scaled.rule) if scaled else 0.0)
         self._told = False  # of a loss that varies by device
         self._is_known = False  # whether the first program and its batch were looked at
-        self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
+        self._programs: dict[Any, _Program] = {}
 
     def take(self, state: TrainState[Any], batch: tuple[PyTree, ...]) -> tuple[Any, ...]:
         """Takes a step."""
-        opt_state = state.opt_state
+        opt_state, inside = state.opt_state, is_inside()
         self._watch.look(lambda: _scale_in(opt_state))
-        inside, (given, carried) = is_inside(), self._checked(state)
         donates = self._donates and not reruns() and not inside
-        if inside:
-            self._warn_inside()
         try:
-            if self._over and not (
-                inside or self._watch.ended_with(getattr(opt_state, "applied", None))
-            ):
-                opt_state = self._divided(state.params, opt_state, batch)
-            step = jnp.asarray(state.step)
-            arrays, (opt_state, step), shardings = on_one_mesh(given, (opt_state, step), batch)
-            rest, scalars = without_scalars(opt_state)
-            if donates:
-                arrays, rest = self._unshared(arrays, rest, scalars, batch)
-            program = self._program_for(donates, shardings)
-            arguments = carried, arrays, rest, (scalars, step), *batch
-            if not (self._is_known or inside):  # in the first call
-                self._is_known = True
-                traced = program.trace(*arguments).jaxpr
-                needless = None if self._is_fixed else needless_scale(traced)
-                if needless:
-                    warn(needless)
-                if shardings is not None:
-                    tell_if_whole(given, batch, traced)
-            arrays, (opt_state, step), loss, *aux, changed = program(*arguments)
+            known = None if inside else self._known(state, batch, donates)
+            program, arrays = known or self._prepared(state, batch, donates, inside)
+            arrays, loss, *aux, changed = program.run(*arrays, *batch)
         except (TypeError, ValueError, RuntimeError) as error:
             explain_step(error, state, batch)
             raise
-        if not inside:
-            _, scalars = without_scalars(opt_state)
-            self._watch.see(scalars[0].applied, loss, scale=scalars[0].rule_state.scale)
-            if donates:
-                self._last = [weakref.ref(x) for x in _firsts(arrays, scalars)]
         if changed:
             nnx_objects.change(batch, changed)
-        params, extra = carried.combine(arrays)
-        return TrainState(params, opt_state, extra, step, self._tx), loss, *aux
+        leaves = program.leaves(arrays)
+        params, extra, (opt_state, step) = program.result.unflatten(leaves)
+        params = program.carried.model.built(params)
+        state = TrainState(params, opt_state, extra, step, self._tx)
+        if not inside:
+            scaled = states_in(opt_state)[0]
+            self._watch.see(scaled.applied, loss, scale=scaled.rule_state.scale)
+            vars(state)["_returned"] = _Returned(self, program, leaves, arrays)
+        return state, loss, *aux
+
+    def _known(
+        self, state: TrainState[Any], batch: tuple[PyTree, ...], donates: bool
+    ) -> tuple[_Program, list[Any]] | None:
+        """The program and the arrays of a state that this step has returned, if nothing of it was
+        changed in place, and the batch has none of its arrays and no other mesh; else None."""
+        if state._returned is None:
+            return None
+        step, program, known, arrays = state._returned
+        if step is not self or program.donates is not donates or not program.repeats:
+            return None
+        whole = state.params, state.extra, (state.opt_state, state.step)
+        leaves, structure = default_registry.flatten(whole)
+        if structure != program.result or not all(map(operator.is_, leaves, known)):
+            return None
+        others, _ = default_registry.flatten(batch)
+        moves = program.shardings is None and any(map(on_mesh, others))
+        return None if moves or program.shares(arrays, others) else (program, arrays)
+
+    def _prepared(
+        self, state: TrainState[Any], batch: tuple[PyTree, ...], donates: bool, inside: bool
+    ) -> tuple[_Program, list[Any]]:
+        """The program for any state, and its arrays, on one mesh and none of them donated twice."""
+        opt_state = state.opt_state
+        if inside:
+            self._warn_inside()
+        elif self._over and not self._watch.ended_with(getattr(opt_state, "applied", None)):
+            opt_state = self._divided(state.params, opt_state, batch)
+        given, carried = self._split(state, (opt_state, jnp.asarray(state.step)))
+        arrays, shardings = on_one_mesh(given, batch)
+        program = self._program_for(carried, donates, shardings)
+        if donates:
+            arrays = _unshared(program, arrays, jax.tree.leaves(batch), state._returned)
+        if not (self._is_known or inside):  # in the first call
+            self._is_known = True
+            traced = program.run.trace(*arrays, *batch).jaxpr
+            needless = None if self._is_fixed else needless_scale(traced)
+            if needless:
+                warn(needless)
+            if shardings is not None:
+                tell_if_whole(given[: carried.first], batch, traced)
+        return program, arrays
 
     def _warn_inside(self) -> None:
         """Warns of a call inside of another trace that is hardly what was meant."""
@@ -323,43 +412,18 @@ class _CompiledStep:
 
     def lowered(self, state: TrainState[Any], batch: tuple[PyTree, ...]) -> jax.stages.Lowered:
         """The lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
-        arrays, carried = self._checked(state)
-        slow = state.opt_state, state.step
-        arrays, (opt_state, step), shardings = on_one_mesh(arrays, slow, batch)
-        rest, scalars = without_scalars(opt_state)
-        program = self._program_for(self._donates, shardings)
-        return program.lower(carried, arrays, rest, (scalars, step), *batch)
+        arrays, carried = self._split(state, (state.opt_state, state.step))
+        arrays, shardings = on_one_mesh(arrays, batch)
+        return self._program_for(carried, self._donates, shardings).run.lower(*arrays, *batch)
 
-    def _program_for(self, donates: bool, shardings: Shardings | None) -> Wrapped:
+    def _program_for(
+        self, carried: Carried, donates: bool, shardings: tuple[Any, ...] | None
+    ) -> _Program:
         """The program that returns the parameters and the state with these shardings."""
-        if (donates, shardings) not in self._programs:
-            options: dict[str, Any] = {"donate_argnums": (1, 2)} if donates else {}
-            known: tuple[Any, ...] = ()
-            if shardings is not None:
-                known = shardings.of_arrays()
-                results = shardings.structure.unflatten(shardings.leaves)
-                options["out_shardings"] = (*results, *[None] * (2 + self._has_aux))
-            run = functools.partial(self._run, known)
-            self._programs[donates, shardings] = jax.jit(run, static_argnums=0, **options)
-        return self._programs[donates, shardings]
-
-    def _unshared(
-        self, arrays: list[Any], opt_state: OptState, scalars: PyTree, batch: PyTree
-    ) -> tuple[list[Any], OptState]:
-        """The arrays and state to donate, without a buffer that is there twice."""
-        others = jax.tree.leaves(batch)
-        # What the last step returned shares no buffers, but it may be in the batch too.
-        pairs = zip(self._last, _firsts(arrays, scalars), strict=False)
-        returned = [last() is x for last, x in pairs]
-        leaves, structure = jax.tree.flatten(opt_state)
-        if (
-            returned
-            and all(returned)
-            and {*map(id, arrays), *map(id, leaves)}.isdisjoint(map(id, others))
-        ):
-            return arrays, opt_state
-        free = unshared([*arrays, *leaves], [*jax.tree.leaves(scalars), *others])
-        return free[: len(arrays)], jax.tree.unflatten(structure, free[len(arrays) :])
+        key = carried, donates, shardings
+        if key not in self._programs:
+            self._programs[key] = _Program(self._run, *key, self._has_aux)
+        return self._programs[key]
 
     def _divided(self, params: PyTree, opt_state: OptState, batch: PyTree) -> OptState:
         """A state of `shard_state_over`, divided as by `init` where its arrays are whole."""
@@ -370,33 +434,45 @@ class _CompiledStep:
         inner = divided_state(opt_state.inner, params, self._over, everywhere)
         return opt_state._replace(inner=inner)
 
-    def _checked(self, state: TrainState[Any]) -> tuple[list[Any], Carried]:
-        """The arrays of a state but for the optimizer's, and the rest of them."""
-        arrays, model = partition_model(state.params, (*ARRAYS, jax.ShapeDtypeStruct))
+    def _split(self, state: TrainState[Any], rest: PyTree) -> tuple[list[Any], Carried]:
+        """The arrays of a state with this (opt_state, step), and what steps carry on of it."""
+        arrays, model = partition_model(state.params, _KINDS)
         is_plain = self._using in (None, jax.value_and_grad)
         if is_plain and (others := model.others) and not models.library(state.params):
             raise TypeError(
                 f"Expected arrays in params; got {others[0]!r}. Make it an array, or use a "
                 f"function that skips such leaves: using=equinox.filter_value_and_grad."
             )
-        more, extra = partition(state.extra, (*ARRAYS, jax.ShapeDtypeStruct))
+        more, extra = partition(state.extra, _KINDS)
         if extra.others:
             raise TypeError(
                 f"Expected arrays in extra; got {extra.others[0]!r}. Make it an array, or bind it "
                 f"to the loss: functools.partial(loss_fn, name=value)."
             )
-        return [*arrays, *more], Carried(model, len(arrays), extra)
+        structure: Structure
+        leaves, structure = jax.tree.flatten(rest)
+        first = len(arrays) + len(more)
+        return [*arrays, *more, *leaves], Carried(model, len(arrays), extra, first, structure)
 
-    def _run(
+    def _run(self, program: _Program, *given: Any) -> tuple[Any, ...]:
+        carried, batch = program.carried, given[program.count :]
+        arrays, rest = list(given[: carried.first]), given[carried.first :]
+        states = carried.rest.unflatten(rest[: carried.rest.num_leaves])
+        shardings = (program.shardings or ())[: carried.count]  # those of the model
+        if not all(isinstance(sharding, NamedSharding) for sharding in shardings):
+            shardings = ()
+        arrays, states, *results = self._tried(shardings, carried, arrays, states, batch)
+        return [*arrays, *program.returns(states)], *results
+
+    def _tried(
         self,
         shardings: Sequence[Any],
         carried: Carried,
         arrays: list[Any],
-        opt_state: OptState,
-        scalars: tuple[list[StepScalars], jax.Array],
-        *batch: PyTree,
+        states: tuple[OptState, jax.Array],
+        batch: Sequence[PyTree],
     ) -> tuple[Any, ...]:
-        states = with_scalars(opt_state, scalars[0]), scalars[1]
+        """Takes a step, with its retries."""
         first = self._take(shardings, carried, arrays, states, batch)
         if not self._retries:
             return first
@@ -429,7 +505,6 @@ class _CompiledStep:
         if nnx_objects.nodes_in(batch):
             batch = jax.tree.map(lambda x: x, batch)  # a copy, which this trace changes
             before = nnx_objects.values_in(batch)
-        shardings = shardings[: carried.count]  # those of the parameters
         scale = state_to_scale_by(opt_state).rule_state.scale
         # A copy of the extra: Equinox refuses a `State` that was used once.
         own = [] if extra is None else [jax.tree.map(lambda x: x, extra)]
@@ -470,6 +545,20 @@ class _CompiledStep:
         return arrays, (opt_state, step), loss, *([aux] if self._has_aux else []), changed
 
 
+def _unshared(
+    program: _Program, arrays: list[Any], others: list[Any], returned: _Returned | None
+) -> list[Any]:
+    """The arrays of a program, without a buffer that is donated and there twice, also in others."""
+    known = [] if returned is None else returned.arrays  # which share none with each other
+    is_known = len(known) == len(arrays) and all(map(operator.is_, known, arrays))
+    if is_known and not program.shares(arrays, others):
+        return arrays
+    donated = set(program.donated)
+    kept = [x for i, x in enumerate(arrays) if i not in donated]
+    free = iter(unshared([arrays[i] for i in program.donated], [*kept, *others]))
+    return [next(free) if i in donated else x for i, x in enumerate(arrays)]
+
+
 def _scale_in(opt_state: OptState) -> Any:
     return loss_scaled_state(opt_state).rule_state.scale
 
@@ -479,8 +568,3 @@ def _lowest_of(rule: LossScale) -> float:
     first = getattr(rule, "initial_loss_scale", None) or 0.0
     lowest = getattr(rule, "min_scale", None) or 0.0
     return lowest if lowest < first else 0.0
-
-
-def _firsts(*trees: PyTree) -> list[Any]:
-    """The first array of each tree."""
-    return [leaves[0] for leaves in map(jax.tree.leaves, trees) if leaves]
