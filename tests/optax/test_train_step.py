@@ -238,6 +238,51 @@ def test_tied_weights_and_parameters_in_the_batch_are_donated(second):
         assert np.isfinite(target["a"]).all()
 
 
+def test_a_state_that_is_changed_in_place_is_stepped_as_it_is():
+    """What a step notes of the state that it returns holds for no other state: arrays that were
+    replaced or tied in its dictionary, another structure, and a copy count as they are."""
+    step, plain = gs.train_step(tied), gs.train_step(tied, donate=False)
+    state = gs.TrainState.create({"a": jnp.ones(3), "b": jnp.ones(3)}, optax.sgd(0.1, 0.9))
+    state, _ = step(state, 1.0)
+
+    def both(state):
+        copy = jax.tree.map(jnp.copy, state)
+        (new, loss), (other, expected) = step(state, 1.0), plain(copy, 1.0)
+        np.testing.assert_array_equal(loss, expected)
+        jax.tree.map(np.testing.assert_array_equal, new, other)
+        return new
+
+    state.params["a"] = jnp.full(3, 5.0)
+    state = both(state)
+    state.params["a"] = state.params["b"]
+    state = both(state)
+    state.params["b"] = 2.0 * np.ones(3, np.float32)
+    state = both(state)
+    state = both(state.replace(loss_scale=2.0**4))
+    del state.params["a"], state.opt_state.inner[0].trace["a"]
+    state = both(state)
+    assert list(state.params) == ["b"]
+    assert state.step == 6
+
+
+def tied(params, x):
+    return sum((w * x).sum() ** 2 for w in params.values())
+
+
+def test_a_returned_state_is_stepped_without_a_look_at_its_leaves(monkeypatch):
+    """The second step asks no leaf where it lies; one with a state of another origin does."""
+    step, looks = gs.train_step(tied), []
+    look = gs.transforms.train_step.on_one_mesh
+    count = lambda *args: looks.append(0) or look(*args)  # noqa: E731
+    monkeypatch.setattr(gs.transforms.train_step, "on_one_mesh", count)
+    state = gs.TrainState.create({"a": jnp.ones(3)}, optax.sgd(0.1))
+    for _ in range(3):
+        state, _ = step(state, 1.0)
+    assert len(looks) == 1
+    step(jax.tree.map(jnp.copy, state), 1.0)
+    assert len(looks) == 2
+
+
 def test_an_array_of_the_state_in_the_batch_is_copied_first():
     """A loss may use the moments of the last step, in every step, and they stay readable."""
     step = gs.train_step(lambda w, m: ((w - m) ** 2).sum())
