@@ -264,7 +264,10 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
             self._unshare(values)
         with deferred_signals():
             values, result = self._compiled(values, args, kwargs)
-            write(self._state, values)
+            if getattr(recording, "now", None):
+                write(self._state, values)
+            else:  # the values are no tracers
+                Variable._put(self._state, values, shared=False)
         return result
 
     def __repr__(self) -> str:

@@ -295,12 +295,10 @@ class LossScaleOptimizer(Optimizer):
         factor = self._store.in_force.loss_scale_factor
         return self._rule == FixedLossScale(1.0) and factor is None
 
-    def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
-        if not (self._unscaled or self._uses.has_scaled or self._is_one()):
-            self._runner.check_again()
-            if not self._runner.is_minimizing:
-                self._uses.check_scaled()
-        return super()._checked(grads, trainable_variables)
+    def _check_scaled(self) -> None:
+        scaled = self._uses.has_scaled or self._runner.is_minimizing
+        if not (scaled or self._unscaled or self._is_one()):
+            self._uses.check_scaled()
 
     @property
     def learning_rate(self) -> Variable:
@@ -329,7 +327,7 @@ class LossScaleOptimizer(Optimizer):
         """All state: step counter, scale, the rest of the rule's state, telemetry, then that of the
         inner optimizer."""
         scale = self._scale_store.state.rule_state.scale
-        first = [v for v in (self.step_counter, scale) if v is not None]
+        first = {v: None for v in (self.step_counter, scale) if v is not None}
         rest = [v for v in jax.tree.leaves(self._scale_store.state) if v not in first]
         return [*first, *rest, *self._slots.all, *self._store.variables]
 

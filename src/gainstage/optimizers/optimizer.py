@@ -550,9 +550,11 @@ class Optimizer(Configurable, Arguments, Saved):
             return
         if callable(trainable_variables):
             trainable_variables = trainable_variables()
-        store, variables, weights = self._store, self.variables, list(self._store.index)
+        store, weights = self._store, list(self._store.index)
         if is_inside():
-            check_bound(weights if trainable_variables is None else trainable_variables, variables)
+            given = weights if trainable_variables is None else trainable_variables
+            check_bound(given, self.variables)
+        self._check_scaled()
         grads = self._runner.checked(grads, trainable_variables, self._checked, weights)
         variables, weights = self.variables, list(store.index)  # the check may have built them
         used = jnp.asarray(loss) if self._wants_loss() and loss is not None else None
@@ -566,6 +568,9 @@ class Optimizer(Configurable, Arguments, Saved):
         new, applied = self._take_step(read(state), inputs)
         write(jax.tree.leaves(state), jax.tree.leaves(new))
         return applied
+
+    def _check_scaled(self) -> None:
+        """Warns of gradients that are to be divided by a loss scale that no loss has."""
 
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
         """The gradients in the order of the variables, with None for each that is missing."""

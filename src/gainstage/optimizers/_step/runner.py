@@ -36,7 +36,6 @@ class Runner:
         self._minimized: tuple[jax.Array, list[Any]] | None = None
         # The gradients that the last `compute_gradients` has returned, and their true loss.
         self._computed: tuple[list[weakref.ref[Any]], jax.Array] | None = None
-        self._again = False  # whether the next gradients are checked, of whatever kind they are
         self._watch = DeadRunWatch()
 
     def __reduce__(self) -> tuple[type["Runner"], tuple[()]]:
@@ -46,10 +45,6 @@ class Runner:
     def is_minimizing(self) -> bool:
         """Whether the next step is one of `minimize`, which has scaled the loss itself."""
         return self._minimized is not None
-
-    def check_again(self) -> None:
-        """Lets `checked` not skip the next check, though the gradients may be of the same kind."""
-        self._again = True
 
     @contextlib.contextmanager
     def minimizing(self, found: Differentiated) -> Iterator[list[Any]]:
@@ -98,11 +93,10 @@ class Runner:
         signature = _signature(grads, variables)
         if signature is not None and signature == self._kind:
             return grads
-        self._again = False
         given, grads = grads, check(grads, variables)
         ordered = signature is not None and signature[0] in (None, order)
         as_given = ordered and all(map(operator.is_, given, grads))
-        self._kind = signature if as_given and not self._again else None
+        self._kind = signature if as_given else None
         return grads
 
     def __call__(
