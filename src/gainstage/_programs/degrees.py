@@ -466,10 +466,18 @@ class _Reading:
             x = Seen(state.value.degree if state else None)
         elif name == OWN:
             x = Seen(x.degree, x.through | {OWN}, derived=x.derived)
-        elif name == "fresh":  # numbers, with which other gradients may begin
-            x = Seen()
         self.marks.append(Mark(name, tuple(options), x, eqn))
-        return x
+        # What an update makes of its gradients are numbers, with which others may begin.
+        return Seen(self._divisor()) if name == "gradient" else x
+
+    def _divisor(self) -> Degree:
+        """The degree of what the update that is read now divides by."""
+        for mark in reversed(self.marks):
+            if mark.name == "by" or "divides" in mark.options:
+                return mark.value.degree
+            if mark.name == "state":
+                break
+        return ONE
 
 
 def _scalar(x: Any) -> float | None:

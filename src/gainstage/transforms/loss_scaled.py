@@ -261,8 +261,7 @@ class ScaledTransformation:
             updates,
         )
         rule_state = after.rule_state._replace(scale=marked(after.rule_state.scale, "new"))
-        state = LossScaledState(rule_state, inner, applied, after.observed)
-        return marked(updates, "fresh"), state
+        return updates, LossScaledState(rule_state, inner, applied, after.observed)
 
     def _marked(
         self, grads: PyTree, state: LossScaledState, by: Scalar | None, apply_if: Flag | None

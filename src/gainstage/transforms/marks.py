@@ -17,10 +17,10 @@ def marked(tree: Tree, name: str, *options: str) -> Tree:
     Args:
         tree: a pytree.
         name: "scale", a loss scale that is read; "state", that of the state of an update; "new",
-            that after it; "gradient", what it gets; "by", what it divides by; "fresh", what it
-            returns, with which other gradients begin; "own", a gradient of a loss that scales
-            itself; "grad_fn" and "value_fn", what these functions return to a transformation;
-            "taken", the decision in the state of an update; "decision", one that is asked for.
+            that after it; "gradient", what it gets; "by", what it divides by; "own", a gradient of
+            a loss that scales itself; "grad_fn" and "value_fn", what these functions return to a
+            transformation; "taken", the decision in the state of an update; "decision", one that
+            is asked for.
         options: what else is to be known of it.
     """
     if trace_ctx.is_top_level():
@@ -35,5 +35,5 @@ def marked(tree: Tree, name: str, *options: str) -> Tree:
 
 
 def marked_function(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A function for a transformation, whose arguments and result are marked."""
-    return lambda *args, **kwargs: marked(fun(*marked(args, "fresh"), **kwargs), name)
+    """A function for a transformation, whose result is marked."""
+    return lambda *args, **kwargs: marked(fun(*args, **kwargs), name)
