@@ -10,7 +10,9 @@ from gainstage._base._jax import JaxprEqn
 from gainstage._programs import degrees
 from gainstage._programs.degrees import FREE, ONE, OWN, Mark, Seen, power_of, product
 from gainstage._programs.places import line_of
+from gainstage.transforms.refusals import needless_scale
 
+UNKNOWN = "an unknown line"
 _INSIDE = "Put it behind the check: gainstage.loss_scaled(optax.chain({inner}, tx))."
 _LEAVE_OUT = "Leave it out: such a step is skipped."
 _REMEDIES = {
@@ -113,7 +115,8 @@ def lint(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Fault]:
 
     It traces the step and follows the loss scale through its program: each gradient that an update
     gets must have been multiplied by it once, and divided once, with nothing on the way that hides
-    an overflow. What it cannot know, as of a kernel or a callback, it says nothing about. A
+    an overflow. A scale that adapts, but is not needed in float32 or bfloat16, is found too. What
+    it cannot know, as of a kernel or a callback, it says nothing about. A
     `train_step` scales and divides by itself; this is for steps of your own.
 
     Args:
@@ -143,7 +146,13 @@ def lint(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Fault]:
         raise TypeError(f"Expected a function for step; got {step!r}.")
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # which it tells itself
         program = jax.make_jaxpr(step)(*args, **kwargs)
-    return faults_in(degrees.marks_of(program))
+    marks = degrees.marks_of(program)
+    adapts = next((m for m in marks if m.name == "state" and "fixed" not in m.options), None)
+    needless = needless_scale(program) if adapts else None
+    found = faults_in(marks)
+    if adapts and needless:
+        found.append(Fault("needless scale", line_of(adapts.eqn) or UNKNOWN, needless))
+    return found
 
 
 def faults_in(marks: Sequence[Mark]) -> list[Fault]:
@@ -172,7 +181,7 @@ def faults_in(marks: Sequence[Mark]) -> list[Fault]:
 
 
 def _fault(kind: str, state: Mark, at: JaxprEqn | None = None, **names: str) -> Fault:
-    update = line_of(state.eqn) or "an unknown line"
+    update = line_of(state.eqn) or UNKNOWN
     line = (line_of(at) if at else "") or update
     return Fault(kind, line, _TEXTS[kind].format(update=update, line=line, **names))
 
