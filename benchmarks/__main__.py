@@ -21,6 +21,7 @@ CLAIMS = (
     "faster_than_the_peers",
     "many_tiny_tensors",
     "eager_apply",
+    "dispatch",
     "beside_torch",
 )
 
