@@ -1,5 +1,6 @@
 """A train state: a skipped step keeps all of it, in each way to train, and it is saved whole."""
 
+import copy
 import pickle
 import warnings
 
@@ -378,6 +379,18 @@ def test_what_was_saved_goes_on_bit_for_bit(save, tmp_path):
     again = save(state, tmp_path)
     assert leaves(again) == leaves(state)
     assert leaves(step(again, X, Y)) == leaves(step(state, X, Y))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_copy_goes_on_by_itself(model):
+    """A deep copy has arrays of its own, and both have the transformation."""
+    state, loss_fn = first_state(model)
+    step, before = gs.train_step(loss_fn), leaves(state)
+    deep, shallow = copy.deepcopy(state), copy.copy(state)
+    assert leaves(shallow) == before
+    step(state, X, Y)
+    assert leaves(deep) == before
+    assert int(step(deep, X, Y)[0].step) <= 1
 
 
 @pytest.mark.parametrize("save", [by_numpy, by_orbax])

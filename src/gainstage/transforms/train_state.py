@@ -274,6 +274,14 @@ class TrainState(Generic[Params]):
         step = self.step + applied.astype(jnp.int32)
         return dataclasses.replace(self, params=params, opt_state=opt_state, extra=extra, step=step)
 
+    def __copy__(self) -> Self:
+        return self.replace()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A state with arrays of its own, which no step of this one donates."""
+        copied: Any = jax.tree.map(jnp.copy, self)
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
         """All but the transformation, which is made of functions that cannot be pickled."""
         return {**{name: getattr(self, name) for name in _FIELDS}, "tx": None}
