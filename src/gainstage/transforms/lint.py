@@ -12,7 +12,7 @@ from gainstage._programs.degrees import FREE, ONE, OWN, Mark, Seen, power_of, pr
 from gainstage._programs.places import line_of
 from gainstage.transforms.refusals import needless_scale
 
-UNKNOWN = "an unknown line"
+SOME_LINE = "an unknown line"
 _INSIDE = "Put it behind the check: gainstage.loss_scaled(optax.chain({inner}, tx))."
 _LEAVE_OUT = "Leave it out: such a step is skipped."
 _REMEDIES = {
@@ -151,7 +151,7 @@ def lint(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Fault]:
     needless = needless_scale(program) if adapts else None
     found = faults_in(marks)
     if adapts and needless:
-        found.append(Fault("needless scale", line_of(adapts.eqn) or UNKNOWN, needless))
+        found.append(Fault("needless scale", line_of(adapts.eqn) or SOME_LINE, needless))
     return found
 
 
@@ -181,7 +181,7 @@ def faults_in(marks: Sequence[Mark]) -> list[Fault]:
 
 
 def _fault(kind: str, state: Mark, at: JaxprEqn | None = None, **names: str) -> Fault:
-    update = line_of(state.eqn) or UNKNOWN
+    update = line_of(state.eqn) or SOME_LINE
     line = (line_of(at) if at else "") or update
     return Fault(kind, line, _TEXTS[kind].format(update=update, line=line, **names))
 
