@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import stateful_losses
+from stateful_losses import squared
 
 import gainstage as gs
 
@@ -15,10 +17,6 @@ Y = jnp.sin(X.sum(1, keepdims=True))
 BAD = X.at[0, 0].set(jnp.nan)
 GOOD_BATCHES = [(X, Y)] * 60
 BATCHES = [*GOOD_BATCHES[:30], (BAD, Y), *GOOD_BATCHES[30:]]
-
-
-def squared(out, y):
-    return jnp.mean((out - y) ** 2)
 
 
 # ── the same small network in each library: (parameters, extra, loss) ────────────────────────────
@@ -71,12 +69,7 @@ def linen():
     model = linen.Sequential([linen.Dense(16), norm, jnp.tanh, linen.Dense(1)])
     variables = model.init(jax.random.key(0), X)
 
-    def loss_fn(params, stats, x, y):
-        given = {"params": params, "batch_stats": stats}
-        out, new = model.apply(given, x, mutable=["batch_stats"])
-        return squared(out, y), new["batch_stats"]
-
-    return variables["params"], variables["batch_stats"], loss_fn
+    return variables["params"], variables["batch_stats"], stateful_losses.of_linen(model)
 
 
 def haiku():
@@ -88,11 +81,7 @@ def haiku():
         x = hk.BatchNorm(True, True, 0.9)(hk.Linear(16)(x), is_training=True)
         return hk.Linear(1)(jnp.tanh(x))
 
-    def loss_fn(params, state, x, y):
-        out, state = forward.apply(params, state, None, x)
-        return squared(out, y), state
-
-    return *forward.init(jax.random.key(0), X), loss_fn
+    return *forward.init(jax.random.key(0), X), stateful_losses.of_haiku(forward)
 
 
 LIBRARIES = pytest.mark.parametrize("library", [arrays, nnx, equinox, linen, haiku])

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import stateful_losses
 from jax.sharding import NamedSharding, PartitionSpec
+from stateful_losses import squared
 
 import gainstage as gs
 
@@ -27,10 +29,6 @@ def leaves(tree):
 
     named, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path): content(x) for path, x in named}
-
-
-def squared(out, y):
-    return jnp.mean((out - y) ** 2)
 
 
 # ── what a loss can change ───────────────────────────────────────────────────────────────────────
@@ -95,12 +93,7 @@ def of_linen():
     model = Model()
     variables = model.init(jax.random.key(0), X)
 
-    def loss_fn(params, stats, x, y):
-        given = {"params": params, "batch_stats": stats}
-        out, new = model.apply(given, x, mutable=["batch_stats"])
-        return squared(out, y), new["batch_stats"]
-
-    return variables["params"], variables["batch_stats"], loss_fn
+    return variables["params"], variables["batch_stats"], stateful_losses.of_linen(model)
 
 
 def of_equinox():
@@ -143,13 +136,7 @@ def of_haiku():
         return hk.Linear(1)(hk.BatchNorm(True, True, 0.9)(hk.Linear(8)(x), is_training=True))
 
     model = hk.transform_with_state(forward)
-    params, state = model.init(jax.random.key(0), X)
-
-    def loss_fn(params, state, x, y):
-        out, state = model.apply(params, state, None, x)
-        return squared(out, y), state
-
-    return params, state, loss_fn
+    return *model.init(jax.random.key(0), X), stateful_losses.of_haiku(model)
 
 
 MODELS = {fun.__name__: fun for fun in (of_arrays, of_nnx, of_rngs, of_linen, of_equinox, of_haiku)}

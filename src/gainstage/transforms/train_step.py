@@ -32,7 +32,7 @@ from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import divided_state
 from gainstage.rules.loss_scale import LossScale
 from gainstage.transforms import models, nnx_objects
-from gainstage.transforms.loss_scaled import ScaledTransformation, transformation_of
+from gainstage.transforms.loss_scaled import transformation_of
 from gainstage.transforms.loss_scaled_state import (
     LossScaledState,
     loss_scaled_state,
@@ -44,7 +44,7 @@ from gainstage.transforms.loss_scaled_state import (
 )
 from gainstage.transforms.nnx_objects import Graph, partition_model
 from gainstage.transforms.refusals import explain_step, needless_scale
-from gainstage.transforms.train_state import TrainState, check_like, with_parts
+from gainstage.transforms.train_state import TrainState, check_like, key_of, with_parts
 from gainstage.transforms.updates import selected, updated
 from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
 
@@ -236,10 +236,9 @@ class TrainStep(Generic[*More]):
                 "state = state.replace(tx=other.tx), where other is a new state of the same "
                 "parameters."
             )
-        scaled = transformation_of(state.tx)  # None for one of another library
-        key = scaled.key if scaled else state.tx
+        key = key_of(state.tx)
         if key not in self._compiled:
-            self._compiled[key] = _CompiledStep(self._options, state.tx, scaled)
+            self._compiled[key] = _CompiledStep(self._options, state.tx)
         return self._compiled[key]
 
 
@@ -321,12 +320,8 @@ _KINDS = (*ARRAYS, jax.ShapeDtypeStruct)
 class _CompiledStep:
     """The compiled step of all states with one transformation."""
 
-    def __init__(
-        self,
-        options: _Options,
-        tx: optax.GradientTransformationExtraArgs,
-        scaled: ScaledTransformation | None,
-    ):
+    def __init__(self, options: _Options, tx: optax.GradientTransformationExtraArgs):
+        scaled = transformation_of(tx)  # None for one of another library
         self.options = options
         self._loss_fn, self._has_aux, self._using, self._donates, self._retries = options
         self._tx = tx
