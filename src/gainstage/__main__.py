@@ -177,7 +177,7 @@ def _parser() -> _Parser:
         "--card",
         metavar="CARD",
         help="for the times on paper, such as H100, A100, L4, T4 or 'RTX 4090' (default: that of "
-        "this machine; an H100 on a CPU)",
+        "this machine; on a CPU an H100, with a table of all that are known)",
     )
     advise.add_argument(
         "--has-aux", action="store_true", help="the loss returns (loss, aux), as for jax.grad"
