@@ -9,10 +9,10 @@ Who owns the step?
     an optimizer, as in Keras        the module `optimizers`
     Keras's `fit`                    interop.keras.compile
 
-With any of them: `autocast` computes in half precision, and `keep_float32` keeps a part of that in
-float32; `FixedLossScale`, `DynamicLossScale` and `AdaptiveLossScale` are rules; `advise` says what
-each precision costs, `lint` whether a step of your own scales its loss once and divides once, and
-`xray` where a step overflows.
+With any of them: `autocast` computes in half precision, `keep_float32` keeps a part of that in
+float32, and `in_half` gives a fused kernel half precision; `FixedLossScale`, `DynamicLossScale` and
+`AdaptiveLossScale` are rules; `advise` says what each precision costs, `lint` whether a step of
+your own scales its loss once and divides once, and `xray` where a step overflows.
 
 Modules: `transforms`, `optimizers`, `precision`, `diagnostics`, `distributed`, `interop`, `compat`,
 `typing`.
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from gainstage import optimizers, precision, transforms, typing
 from gainstage.precision.advice import advise
 from gainstage.precision.autocast import autocast, keep_float32
+from gainstage.precision.in_half import in_half
 from gainstage.rules import AdaptiveLossScale, DynamicLossScale, FixedLossScale, LossScale
 from gainstage.transforms.lint import lint
 from gainstage.transforms.loss_scaled import loss_scaled
@@ -75,6 +76,7 @@ __all__ = [
     "TrainState",
     "advise",
     "autocast",
+    "in_half",
     "keep_float32",
     "lint",
     "loss_scaled",

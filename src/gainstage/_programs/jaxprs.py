@@ -41,6 +41,7 @@ CALLS = names_with(Trait.CALL)
 CALLBACKS = names_with(Trait.CALLBACK)
 OPAQUE = names_with(Trait.OPAQUE)
 OF_DEVICES = names_with(Trait.DEVICES)
+KERNEL = "gainstage.in_half"  # the scope of a `cond` that holds a kernel in two precisions
 
 
 def interpret(
@@ -147,10 +148,35 @@ def scopes(eqn: JaxprEqn) -> str:
     return str(source_info_util.current_name_stack() + eqn.source_info.name_stack)
 
 
+def is_kernel(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a kernel of `in_half`: a `cond` with two programs, in half precision
+    and in float32. It keeps its scope when it is differentiated and batched."""
+    return eqn.primitive.name == "cond" and KERNEL in str(eqn.source_info.name_stack)
+
+
+def kernel_of(eqn: JaxprEqn, is_half: bool) -> AnyJaxpr:
+    """The program of a kernel of `in_half`, in half precision or in float32."""
+    return cast(AnyJaxpr, eqn.params["branches"][0 if is_half else 1])
+
+
+def inside_kernel(eqn: JaxprEqn) -> AbstractContextManager[None]:
+    """As `inside`, for the program of a kernel: what branches in it is no kernel itself."""
+    own = [part for part in eqn.source_info.name_stack.stack if part.name != KERNEL]
+    names = source_info_util.current_name_stack() + source_info_util.NameStack(tuple(own))
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
+
+
+def name_of(eqn: JaxprEqn) -> str:
+    """The name of an operation, as a plan has it."""
+    return "in_half" if is_kernel(eqn) else eqn.primitive.name
+
+
 def changeable(eqn: JaxprEqn) -> list[tuple[AnyJaxpr, int | None]]:
     """The programs inside an equation that `rebuilt` can change, each with its place if the
-    equation has several. Functions with their own derivatives and Pallas kernels have none."""
+    equation has several. Functions with their own derivatives and kernels have none."""
     name, params = eqn.primitive.name, eqn.params
+    if is_kernel(eqn):
+        return []
     if name in ("remat", "remat2", "checkpoint", "scan", "shard_map"):
         return [(params["jaxpr"], None)]
     if name == "while":

@@ -40,6 +40,7 @@ from gainstage.transforms.retrace import (
     Retraced,
     as_written,
     function_of,
+    of_kernel,
     replayed,
 )
 from gainstage.transforms.self_scaled import self_scaled
@@ -187,10 +188,11 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
     cast: Any
     if isinstance(plan, Plan):
         caster = _Caster(DTYPES[plan.dtype], plan)
-        cast = replayed(fun, caster.compute, caster.constant, plan.check)
+        cast = replayed(fun, caster.compute, caster.constant, plan.check, half=plan.dtype)
     else:
-        caster = _Caster(DTYPES.get(plan, DTYPES["float16"]), card=H100 if plan == FLOAT8 else None)
-        cast = replayed(fun, caster.compute, caster.constant, caster.look, caster.tell)
+        half = plan if plan in DTYPES else "float16"
+        caster = _Caster(DTYPES[half], card=H100 if plan == FLOAT8 else None)
+        cast = replayed(fun, caster.compute, caster.constant, caster.look, caster.tell, half=half)
     cast.autocast_plan = plan
     return cast if loss_scale is None else self_scaled(cast, loss_scale)
 
@@ -238,7 +240,7 @@ def with_float8(fun: Callable[P, R]) -> Callable[P, R]:
     """`autocast(fun, "float8")` for a card that always gains by it: all linear layers that are not
     too narrow for the hardware."""
     caster = _Caster(DTYPES["float16"], card=ANY)
-    return replayed(fun, caster.compute, caster.constant, caster.look)
+    return replayed(fun, caster.compute, caster.constant, caster.look, half="float16")
 
 
 def plan_of(fun: Callable[..., Any]) -> str | Plan | None:
@@ -355,6 +357,10 @@ class _Caster:
 
     def compute(self, eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
         """Computes an operation, in half precision where that is right."""
+        if jaxprs.is_kernel(eqn):
+            self._products += 1
+            is_half = self._plan is None or self._plan.dtype_of(path) in DTYPES
+            return of_kernel(eqn, values) if is_half else as_written(eqn, values)
         wide = [is_float32(variable) for variable in eqn.invars]
         floats = [value for value, is_wide in zip(values, wide, strict=True) if is_wide]
         dtype = self._dtype_of(floats, path)

@@ -100,7 +100,7 @@ class Plan:
 
     def check(self, program: AnyJaxpr) -> None:
         """Raises a ValueError if a program is not the one that was measured."""
-        found = [(path, eqn.primitive.name) for path, eqn in operations_of(program)]
+        found = [(path, jaxprs.name_of(eqn)) for path, eqn in operations_of(program)]
         known = [(operation.path, operation.name) for operation in self.operations]
         if found == known:
             self._look_at_shapes(program)

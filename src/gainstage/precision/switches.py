@@ -32,10 +32,10 @@ Positions = Mapping[Path, tuple[int, Mapping[Switch, np.dtype]]]
 
 
 def switched(
-    fun: Callable[..., Any], positions: Positions, switches: jax.Array
+    fun: Callable[..., Any], positions: Positions, switches: jax.Array, half: str
 ) -> Callable[..., Any]:
     """Returns `fun`, rounded as the switches say. Numbers are rounded to a dtype and computed in
-    float32."""
+    float32; `half` is as for `replayed`."""
 
     def compute(eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
         number, dtypes = positions.get(path, (0, {}))
@@ -43,7 +43,7 @@ def switched(
             return as_written(eqn, values)
         switch = switches[number]
 
-        def half(x: ArrayLike) -> Any:
+        def to_half(x: ArrayLike) -> Any:
             y = x
             for own, dtype in dtypes.items():
                 y = jnp.where(switch == own, jnp.asarray(x, dtype).astype(SINGLE), y)
@@ -53,19 +53,23 @@ def switched(
             if not is_float32(variable):
                 return x
             if Switch.FLOAT8 not in dtypes:
-                return half(x)
-            return _as_float8(x, half(x), switch == Switch.FLOAT8)
+                return to_half(x)
+            return _as_float8(x, to_half(x), switch == Switch.FLOAT8)
 
         xs = [operand(v.x, var) for v, var in zip(values, eqn.invars, strict=True)]
+        if jaxprs.is_kernel(eqn):
+            found = [v.x for v in as_written(eqn, list(map(Retraced, xs)))]
+        else:
+            found = jaxprs.bind(eqn, xs)
         results = []
-        for x, var in zip(jaxprs.bind(eqn, xs), eqn.outvars, strict=True):
-            y = half(x) if is_float32(var) else x
+        for x, var in zip(found, eqn.outvars, strict=True):
+            y = to_half(x) if is_float32(var) else x
             if Switch.FLOAT8 in dtypes:
                 y = _cotangent8(y, switch == Switch.FLOAT8)
             results.append(Retraced(y))
         return results
 
-    return replayed(fun, compute)
+    return replayed(fun, compute, half=half)
 
 
 def _as_float8(x: ArrayLike, half: jax.Array, is_small: jax.Array) -> jax.Array:

@@ -199,7 +199,7 @@ class _Tuner:
             sums.follow(eqn, values, results, path)
             return results
 
-        traced = replayed(samples.fun, visit, check=programs.append)
+        traced = replayed(samples.fun, visit, check=programs.append, half=dtype.name)
         one, first = jnp.float32(1), samples.arrays[0]
         jax.eval_shape(lambda arrays: samples.gradients_of(traced, one, arrays), first)
         arguments = jaxprs.open_jaxpr(programs[0]).invars
@@ -299,7 +299,7 @@ class _Tuner:
                 jax.debug.callback(functools.partial(note, numbers[path]), size)
             return results
 
-        measured = replayed(self._samples.fun, compute)
+        measured = replayed(self._samples.fun, compute, half=self._dtype.name)
 
         def ranges(arrays: Sequence[Any]) -> None:
             measured(*self._samples.args(arrays))
@@ -314,7 +314,7 @@ class _Tuner:
         options = {path: (group, self._options(path)) for path, group in self._group.items()}
 
         def compiled(switches: jax.Array, scale: jax.Array, arrays: Sequence[Any]) -> list[Any]:
-            fun = switched(self._samples.fun, options, switches)
+            fun = switched(self._samples.fun, options, switches, self._dtype.name)
             return self._samples.gradients_of(fun, scale, arrays)
 
         program = jax.jit(compiled)
@@ -349,7 +349,8 @@ class _Tuner:
         gain = 0
         for path, eqn in self._equations.items():
             if self._group[path] == group and self._switch_at(path, switch):
-                weight = WEIGHT if eqn.primitive.name in PRODUCTS else 1
+                is_product = eqn.primitive.name in PRODUCTS or jaxprs.is_kernel(eqn)
+                weight = WEIGHT if is_product else 1
                 each = (jaxprs.array(v) for v in (*eqn.invars, *eqn.outvars) if is_float32(v))
                 gain += weight * sum(x.size for x in each)
         return gain
@@ -394,7 +395,7 @@ class _Tuner:
             place = line_of(eqn), scope_of(eqn)
             rows.append(
                 Operation(
-                    path, eqn.primitive.name, own, *place, float(share.error), float(share.noise),
+                    path, jaxprs.name_of(eqn), own, *place, float(share.error), float(share.noise),
                     float(share.bias), self._largest[path], self._reason(path, own),
                 )
             )  # fmt: skip

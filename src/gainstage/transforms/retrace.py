@@ -1,5 +1,6 @@
 """Functions that are traced, and run again with some operations computed in another way."""
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -15,7 +16,7 @@ from gainstage._base import checks
 from gainstage._base._jax import AbstractValue, ClosedJaxpr, JaxprEqn
 from gainstage._base.arrays import partition
 from gainstage._base.warn import warn
-from gainstage._programs import jaxprs
+from gainstage._programs import in_dtype, jaxprs
 from gainstage._programs.in_dtype import converted
 from gainstage._programs.jaxprs import AnyJaxpr, Path
 from gainstage._variables.bridge import assign, read, recorded
@@ -29,6 +30,13 @@ KEEP_SCOPE = "keep_float32"  # the scope of operations that stay in float32
 KEEPS = re.compile(rf"(^|[/(]){KEEP_SCOPE}([/)]|$)")
 # Whether a call is made inside of `keep_float32`. Compiled functions are traced for each of both.
 IS_KEPT: Any = jax.make_user_context(False)
+# The half-precision dtype of the autocast around a call, "" without one. Compiled functions are
+# traced for each.
+HALF: Any = jax.make_user_context("")
+# An error that says that half precision must be given; a type such as float16[2] is no such name.
+REFUSES = re.compile(
+    r"(?is)^(?=.*\b(float16|bfloat16|fp16|bf16|f16)\b(?!\[))(?=.*\b(only|must|support|expect))"
+)
 EAGER_CALLS = 16  # calls outside of a compiled function before a warning
 
 
@@ -76,6 +84,8 @@ def replayed(
     constant: Callable[[Any], Retraced] = Retraced,
     check: Callable[[AnyJaxpr], None] = lambda program: None,
     done: Callable[[AnyJaxpr], None] = lambda program: None,
+    *,
+    half: str,
 ) -> Callable[P, R]:
     """Returns `fun` with its operations computed by `compute`.
 
@@ -88,6 +98,7 @@ def replayed(
         constant: makes a value of a constant of the program.
         check: called with the program before it is run again.
         done: called with the program after that.
+        half: the dtype of kernels under `in_half`, which are then one operation each.
     """
 
     def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
@@ -101,13 +112,14 @@ def replayed(
         done(program)
         return [value.x for value in found]
 
-    return traced(fun, run)
+    return traced(fun, run, half=half)
 
 
 def traced(
     fun: Callable[P, R],
     run: Callable[[ClosedJaxpr, Sequence[Any], PyTree], list[Any]],
     prepare: Callable[[Any], Any] = lambda x: x,
+    half: str | None = None,
 ) -> Callable[P, R]:
     """Returns `fun`, traced to a program that `run` evaluates.
 
@@ -117,6 +129,7 @@ def traced(
         fun: a function of pytrees or models.
         run: `(program, its arguments, (args, kwargs) of fun) -> results`.
         prepare: called with each array of the arguments, before the program is traced.
+        half: as for `replayed`; None to leave kernels as they are around it.
     """
     untyped: Callable[..., R] = fun
     eager = 0  # calls outside of a compiled function
@@ -140,7 +153,7 @@ def traced(
         def pure(arrays: Sequence[ArrayLike]) -> tuple[R, PyTree, PyTree]:
             args, kwargs = nnx_objects.sharing_as(original, static.combine(arrays))
             before = nnx_objects.values_in((args, kwargs))
-            with recorded(runs_now) as assigned:
+            with recorded(runs_now) as assigned, _context(half):
                 result = untyped(*args, **kwargs)
                 variables[:] = assigned
                 return result, read(assigned), nnx_objects.changes((args, kwargs), before)
@@ -150,6 +163,8 @@ def traced(
             program, shapes = jax.make_jaxpr(pure, return_shape=True)(arrays)
         except Exception as error:
             nnx_objects.explain(error)
+            if half:
+                explain_float32(error)
             raise
         found = run(program, arrays, original)
         result, new, changed = jax.tree.unflatten(jax.tree.structure(shapes), found)
@@ -201,10 +216,46 @@ def function_of(
     return evaluate
 
 
+def explain_float32(error: Exception) -> None:
+    """Adds what to do to the error of a kernel that takes no float32."""
+    note = (
+        "Autocast traces a function in float32. Wrap a kernel that takes half precision only in "
+        "gainstage.in_half(kernel, float32=another), for example: attend = gainstage.in_half("
+        'functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), '
+        "float32=jax.nn.dot_product_attention)"
+    )
+    if REFUSES.search(str(error)) and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def _context(half: str | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if half is None else HALF("" if IS_KEPT.value else half)
+
+
 def as_written(eqn: JaxprEqn, values: Sequence[Retraced]) -> list[Retraced]:
     """The results of an operation in the dtypes that it has in the program."""
+    if jaxprs.is_kernel(eqn):
+        found = of_kernel(eqn, values, is_half=False)
+        return [settled(v, var.aval) for v, var in zip(found, eqn.outvars, strict=True)]
     settled_values = (settled(v, var.aval).x for v, var in zip(values, eqn.invars, strict=True))
     return [Retraced(x) for x in jaxprs.bind_shared(eqn, list(settled_values))]
+
+
+def of_kernel(eqn: JaxprEqn, values: Sequence[Retraced], is_half: bool = True) -> list[Retraced]:
+    """The results of a kernel of `in_half`, by one of its two programs. What is in half precision
+    stays so: the casts around the kernel are not computed."""
+
+    def compute(e: JaxprEqn, xs: list[Retraced], path: Path) -> list[Retraced]:
+        if e.primitive.name == "convert_element_type":
+            (given,), (wanted,) = e.invars, e.outvars
+            is_there = getattr(xs[0].x, "dtype", None) == jaxprs.array(wanted).dtype
+            if is_there or (in_dtype.is_half(given.aval) and in_dtype.is_float32(wanted)):
+                return [Retraced(xs[0].x)]
+        return as_written(e, xs)
+
+    program = jaxprs.kernel_of(eqn, is_half)
+    with jaxprs.inside_kernel(eqn):
+        return jaxprs.interpret(program, values[1:], compute, Retraced, Retraced)
 
 
 def settled(value: Retraced, aval: AbstractValue) -> Retraced:
