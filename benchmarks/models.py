@@ -52,12 +52,12 @@ def mlp(dtype: Any) -> Model:
     return Model(params, batch, loss)
 
 
-def gpt2(dtype: Any) -> Model:
-    """The matrices of GPT-2 small, 124 million parameters, and one sequence of 32 tokens.
+def gpt2(dtype: Any, batch: tuple[int, int] = (1, 32)) -> Model:
+    """The matrices of GPT-2 small, 124 million parameters, and by default a sequence of 32 tokens.
 
     The sequence is short: on a CPU Adam takes at least a fifth of the train step.
     """
-    return transformer(dtype, 768, 12, letters=50257, places=1024, heads=12, batch=(1, 32))
+    return transformer(dtype, 768, 12, letters=50257, places=1024, heads=12, batch=batch)
 
 
 def transformer(

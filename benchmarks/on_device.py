@@ -1,9 +1,9 @@
 """Measures in a few minutes what only a GPU can show: `python -m benchmarks.on_device`.
 
 It runs from a checkout that is not installed (`PYTHONPATH=src`) and needs jax and optax alone; it
-reports what else is missing. The most valuable measurements come first. Each is written when it is
-done, and a second run measures what is left. Each part has its own budget, and what did not fit
-into it gets what is left of the whole.
+reports what else is missing. The rows stand in the order of their worth. Each is measured whole or
+not at all, is written when it is done, and begins only if the time that it took on an H200 is left;
+a second run measures what is left. Compiled programs are kept beside the results.
 """
 
 import argparse
@@ -12,15 +12,15 @@ import gc
 import importlib.util
 import io
 import json
+import math
 import os
-import re
 import statistics
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,112 +33,208 @@ import gainstage as gs
 from gainstage import _doctor
 from gainstage.optimizers import Adam
 
-from . import beside_torch, harness, models, peers
+from . import beside_torch, harness, language_model, models, peers
 from . import train_steps_do_not_notice_scaling as train_steps
 
-IF_FINITE = "optax.apply_if_finite"
 STEPS = (
     peers.OPTAX,
+    peers.SELECT,
+    peers.CONDITIONAL,
+    "optax.apply_if_finite",
     peers.OURS,
-    peers.OURS_IN_TRAIN_STEP,
-    peers.OURS_IN_OPTAX,
-    IF_FINITE,
     "ours, stateless_apply",
+    peers.OURS_IN_TRAIN_STEP,
     "ours, eager",  # `apply` alone: a compiled program too
 )
-EAGER = (peers.OPTAX, "ours, eager", "ours, eager, no scaling")
-CHECKS = (peers.OPTAX, peers.SELECT, peers.CONDITIONAL, IF_FINITE, peers.OURS)
-DTYPES = ("float32", "float16", "bfloat16", "float8")
+HITS = {"count": 0}  # programs that came from the compilation cache
+DTYPES = ("float16", "float32")
+TRIES = 20  # steps until the first is applied: each halves the scale
 
-Measure = Callable[[float, Any], dict[str, Any]]  # is given the time to end at, and the options
+Measure = Callable[[Any], dict[str, Any]]  # is given the options
+
+
+def _count_hits(event: str, **_: Any) -> None:
+    HITS["count"] += event == "/jax/compilation_cache/cache_hits"
+
+
+class Row(NamedTuple):
+    """A measurement, and the seconds that it took on an H200."""
+
+    seconds: float
+    measure: Measure
 
 
 class Part(NamedTuple):
-    """Measurements that share a budget."""
+    """Measurements that say the same of different things."""
 
     claim: str
-    seconds: float  # of a budget of 500
-    measurements: Callable[[bool], dict[str, Measure]]  # by title; small ones where it is quick
+    rows: Callable[[bool], dict[str, Row]]  # by title; small ones where it is quick
 
 
-# ── variants beside each other ───────────────────────────────────────────────────────────────
+# ── train steps of a model beside each other ─────────────────────────────────────────────────
 
 
-class Race:
-    """Variants that are compiled, the baseline first, and then run in turns."""
+class Trained:
+    """A train step that is compiled and warm, with what it carries.
 
-    def __init__(self, case: harness.Case, until: float, options: Any):
-        builders, self.inputs = case.make()
-        if case.traffic:
-            builders[harness.LIMIT] = harness.bandwidth
-        self.ready: dict[str, harness.Prepared] = {}
-        self.missing: dict[str, str] = {}
-        for name, build in builders.items():
-            if self.ready and time.perf_counter() > until:
-                self.missing[name] = "no time was left"
-                continue
-            try:
-                new = harness.Prepared(build, self.inputs, case, options.shortest)
-            except Exception as error:  # a missing or broken variant is part of the result
-                self.missing[name] = reason(error)
-                continue
-            first = next(iter(self.ready.values()), new)
-            if (off := new.disagreement(first)) > 0.5:
-                self.missing[name] = f"takes other steps than the baseline ({off:.0%} off)"
-            else:
-                self.ready[name] = new
+    Args:
+        loss: `(params, batch) -> loss`.
+        params: float32.
+        batch: what each step is trained on.
+        tx: of optax, with Adam inside.
+        rule: of loss scaling; None is a step of plain optax.
+        retries: of `gs.train_step`.
+        shortest: seconds that a sample takes at least.
+    """
+
+    def __init__(
+        self,
+        loss: Any,
+        params: Any,
+        batch: Any,
+        tx: Any,
+        rule: gs.LossScale | None,
+        retries: int,
+        shortest: float,
+    ):
+        params = jax.tree.map(jnp.copy, params)
+        if rule is None:
+            self.state: Any = (params, tx.init(params))
+            self.step: Any = jax.jit(partial(plain_step, loss, tx), donate_argnums=0)
+        else:
+            self.state = gs.TrainState.create(params, tx, rule=rule)
+            self.step = gs.train_step(loss, retries=retries)
+        del params
+        before, start = HITS["count"], time.perf_counter()
+        sizes = self.step.lower(self.state, batch).compile().memory_analysis()
+        # A program from the cache says nothing of how long it takes to compile.
+        is_cached = HITS["count"] > before
+        self.compile_s = None if is_cached else time.perf_counter() - start
+        arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+        self.peak_gb = (arrays - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes) / 1e9
+        self.batch = batch
+        for _ in range(TRIES):
+            self.state, self.loss = self.step(self.state, batch)
+            self.gradient = self._first_moments()  # of the first applied step: a tenth of it
+            if optax.tree.norm(self.gradient) > 0:
+                break
+        seconds = [self.sample(1) for _ in range(3)][-1]
+        self.calls = math.ceil(shortest / seconds) or 1
+
+    def _first_moments(self) -> Any:
+        inner = self.state.opt_state if isinstance(self.state, gs.TrainState) else self.state[1]
+        return jax.tree.map(jnp.copy, optax.tree.get(inner, "mu"))
+
+    def sample(self, calls: int) -> float:
+        """The seconds that a step takes, one call after the other."""
+        start = time.perf_counter()
+        for _ in range(calls):
+            self.state, loss = self.step(self.state, self.batch)
+        jax.block_until_ready(loss)
+        return (time.perf_counter() - start) / calls
+
+
+def plain_step(loss: Any, tx: Any, state: Any, batch: Any) -> Any:
+    """A step without loss scaling."""
+    params, inner = state
+    value, grads = jax.value_and_grad(loss)(params, batch)
+    updates, inner = tx.update(grads, inner, params)
+    return (optax.apply_updates(params, updates), inner), value
+
+
+def train(
+    labels: dict[str, str],
+    losses: dict[str, tuple[Any, ...]],
+    params: Any,
+    batch: Any,
+    tx: Any,
+    baselines: Sequence[str],
+    options: Any,
+) -> dict[str, Any]:
+    """Train steps of one model with several losses, `(loss, its rule, retries)`, in turns.
+
+    Each says how far the gradients of its first step are from those of the first variant.
+    """
+    ready: dict[str, Trained] = {}
+    missing: dict[str, str] = {}
+    off: dict[str, float] = {}
+    exact: Any = None
+    for name, (loss, rule, *retries) in losses.items():
+        try:
+            new = Trained(loss, params, batch, tx, rule, sum(retries), options.shortest)
+        except Exception as error:  # a missing or broken variant is part of the result
+            missing[name] = reason(error)
+            continue
+        exact = new.gradient if exact is None else exact
+        off[name] = float(distance(new.gradient, exact))
+        del new.gradient
+        ready[name] = new
         gc.collect()
-        self.calls = max((one.calls for one in self.ready.values()), default=0)
-        self.compile_s = {name: one.compile_s for name, one in self.ready.items()}
-
-    def rounds(self, count: int, until: float) -> list[dict[str, float]]:
-        """So many, or what fits into the time, but two at least."""
-        found: list[dict[str, float]] = []
-        while len(found) < count and (len(found) < 2 or time.perf_counter() < until):
-            names = list(self.ready) if len(found) % 2 == 0 else list(self.ready)[::-1]
-            found.append({n: self.ready[n].sample(self.inputs, self.calls) for n in names})
-        return found
-
-    def cell(self, case: harness.Case, rounds: list[dict[str, float]], **compile_s: float) -> Any:
-        """The numbers, as the results of the other benchmarks have them."""
-        times = self.compile_s | compile_s
-        variants = harness.summary(harness.Measured({}, rounds, times, self.missing), case)
-        for name, numbers in variants.items():
-            if case.traffic and name != harness.LIMIT:
-                numbers["gb_s"] = case.traffic / numbers["ms"] / 1e6
-        return {
-            "labels": case.labels,
-            "baselines": [b for b in case.baselines if b in variants],
-            "rounds": len(rounds),
-            "repeats": 1,
-            "variants": variants,
-            "missing": self.missing,
+    rounds = in_turns({name: (one.sample, one.calls) for name, one in ready.items()}, options)
+    compile_s = {name: one.compile_s or 0.0 for name, one in ready.items()}
+    case = harness.Case(labels, dict, baselines)
+    cell = cell_of(case, rounds, compile_s, missing)
+    for name, one in ready.items():
+        cell["variants"][name] |= {
+            "compile_s": one.compile_s,
+            "peak_gb": one.peak_gb,
+            "loss": float(one.loss),
+            "gradient_off": off[name],
         }
+    return cell
 
 
-def compare(case: harness.Case, until: float, options: Any) -> dict[str, Any]:
-    """Measures a case in this process."""
-    race = Race(case, until, options)
-    return race.cell(case, race.rounds(options.rounds, until))
+@jax.jit
+def distance(found: Any, exact: Any) -> jax.Array:
+    """The norm of the difference over that of the second."""
+    return optax.tree.norm(jax.tree.map(jnp.subtract, found, exact)) / optax.tree.norm(exact)
 
 
-def compare_with_torch(cell: Sequence[str], until: float, options: Any) -> dict[str, Any]:
-    """Turns of PyTorch, each in a process of its own, between rounds of ours."""
-    if importlib.util.find_spec("torch") is None:
-        return {"missing": {"torch": "is not installed"}}
-    names = (peers.OPTAX, peers.OURS, peers.OURS_IN_TRAIN_STEP)
-    baselines = [beside_torch.SCALED, beside_torch.PLAIN]
-    case = peers.case(names, peers.OPTAX, *cell)._replace(baselines=baselines)
-    race = Race(case, until, options)
-    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
-    words = [*cell, device, 0, options.rounds, options.shortest]
-    rounds: list[dict[str, float]] = []
-    while len(rounds) < 3 and (not rounds or time.perf_counter() < until):
-        ours = race.rounds(options.rounds, until)
-        medians = {name: statistics.median(r[name] for r in ours) for name in ours[0]}
-        left = max(until - time.perf_counter(), 30.0)
-        rounds.append({**beside_torch.call(sys.executable, words, left)["seconds"], **medians})
-    return race.cell(case, rounds, **dict.fromkeys(baselines, 0.0))
+def in_turns(samples: dict[str, tuple[Any, int]], options: Any) -> list[dict[str, float]]:
+    """Seconds by variant, in one order and then in the other."""
+    found = []
+    for turn in range(options.rounds):
+        names = list(samples) if turn % 2 == 0 else list(samples)[::-1]
+        found.append({name: samples[name][0](samples[name][1]) for name in names})
+    return found
+
+
+def cell_of(
+    case: harness.Case, rounds: Any, compile_s: dict[str, float], missing: dict[str, str]
+) -> dict[str, Any]:
+    """The numbers, as the results of the other benchmarks have them."""
+    variants = harness.summary(harness.Measured({}, rounds, compile_s, missing), case)
+    return {
+        "labels": case.labels,
+        "baselines": [b for b in case.baselines if b in variants],
+        "rounds": len(rounds),
+        "repeats": 1,
+        "variants": variants,
+        "missing": missing,
+    }
+
+
+def compare(case: harness.Case, options: Any) -> dict[str, Any]:
+    """A case of another benchmark, with the same gradients in each variant."""
+    builders, inputs = case.make()
+    ready: dict[str, harness.Prepared] = {}
+    missing: dict[str, str] = {}
+    for name, build in builders.items():
+        try:
+            new = harness.Prepared(build, inputs, case, options.shortest)
+        except Exception as error:
+            missing[name] = reason(error)
+            continue
+        first = next(iter(ready.values()), new)
+        if (off := new.disagreement(first)) > 0.5:
+            missing[name] = f"takes other steps than the baseline ({off:.0%} off)"
+        else:
+            ready[name] = new
+    gc.collect()
+    calls = max((one.calls for one in ready.values()), default=0)
+    samples = {name: (partial(one.sample, inputs), calls) for name, one in ready.items()}
+    compile_s = {name: one.compile_s for name, one in ready.items()}
+    return cell_of(case, in_turns(samples, options), compile_s, missing)
 
 
 def reason(error: Exception) -> str:
@@ -146,10 +242,118 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-# ── the parts ────────────────────────────────────────────────────────────────────────────────
+# ── the rows ─────────────────────────────────────────────────────────────────────────────────
 
 
-def doctor(until: float, options: Any) -> dict[str, Any]:
+def language(
+    sizes: language_model.Sizes, ours: Sequence[str], theirs: Sequence[str], options: Any
+) -> dict[str, Any]:
+    """A train step of a language model, and the same in PyTorch, in a process of its own."""
+    torch = run_torch(sizes, theirs, options)  # before JAX takes the memory
+    every = language_model.variants(sizes)
+    params, ids = language_model.parameters(sizes), language_model.tokens(sizes)
+    adam = optax.adamw(language_model.RATE, weight_decay=language_model.DECAY)
+    tx = optax.chain(optax.clip_by_global_norm(language_model.CLIP), adam)
+    labels = {"model": sizes.title}
+    cell = train(labels, {n: every[n] for n in ours}, params, ids, tx, [ours[0]], options)
+    cell["missing"] |= torch["missing"]
+    cell["variants"] |= torch["variants"]
+    for numbers in cell["variants"].values():
+        numbers["tokens_s"] = 1e3 * sizes.tokens / numbers["ms"]
+    return cell | {"environment": torch["environment"]}
+
+
+def run_torch(sizes: language_model.Sizes, names: Sequence[str], options: Any) -> dict[str, Any]:
+    """What PyTorch's turn printed."""
+    nothing: dict[str, Any] = {"variants": {}, "environment": {}}
+    if importlib.util.find_spec("torch") is None:
+        return nothing | {"missing": dict.fromkeys(names, "PyTorch is not installed")}
+    words = [list(sizes), options.rounds, options.shortest, *names]
+    command = [sys.executable, "-m", "benchmarks.language_model", *map(json.dumps, words)]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        return nothing | {"missing": dict.fromkeys(names, said[:200])}
+    found = json.loads(done.stdout.splitlines()[-1])
+    for numbers in found["variants"].values():
+        numbers["ratios"] = {}
+    return found | {"missing": {}}
+
+
+def language_rows(quick: bool) -> dict[str, Row]:
+    """The width at which float8 gains nothing, one between, and one at which it gains."""
+    sizes = language_model.Sizes
+    every, torch = list(language_model.variants(sizes(64, 1, 1))), [language_model.TORCH_FLOAT16]
+    if quick:
+        small = sizes(64, 1, 2, 128, 64)
+        return {small.title: Row(60, partial(language, small, every, torch))}
+    float16, fused16, _, float8 = every[3:]
+    first = ["float32, optax", "bfloat16 by hand, optax, cuDNN", *every[3:]]
+    more = [*torch, language_model.TORCH_BFLOAT16, language_model.TORCH_TF32]
+    wanted: list[tuple[language_model.Sizes, list[str], list[str], float]] = [
+        (sizes(1024, 8, 16), first, more, 190),
+        (sizes(2048, 6, 8), [float16, fused16, float8], torch, 110),
+        (sizes(4096, 2, 8), [fused16, float8], torch, 90),
+    ]
+    return {one.title: Row(s, partial(language, one, a, b)) for one, a, b, s in wanted}
+
+
+def gpt2_step(dtype: str, quick: bool, options: Any) -> dict[str, Any]:
+    """A train step on GPT-2's tensors."""
+    batch = (8, 512)
+    model = models.mlp(jnp.dtype(dtype)) if quick else models.gpt2(jnp.dtype(dtype), batch)
+    baselines = [train_steps.PLAIN, train_steps.IF_FINITE]
+    case = train_steps.case(
+        "mlp" if quick else f"gpt2, {batch[0]} x {batch[1]} tokens",
+        dtype,
+        partial(train_steps.steps_of, model),
+        baselines,
+    )
+    return compare(case, options)
+
+
+def optimizer_step(tensors: str, options: Any) -> dict[str, Any]:
+    """An optimizer step of Adam, and PyTorch's fused one, in a process of its own."""
+    case = peers.case(STEPS, peers.OPTAX, tensors, "adam")
+    cell = compare(case._replace(traffic=None), options)
+    if importlib.util.find_spec("torch") is None:
+        cell["missing"][beside_torch.SCALED] = "PyTorch is not installed"
+        return cell
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    words = [tensors, "adam", device, 0, options.rounds, options.shortest]
+    for name, seconds in beside_torch.call(sys.executable, words, 60)["seconds"].items():
+        cell["variants"][name] = {"ms": 1e3 * seconds, "compile_s": None, "ratios": {}}
+    return cell
+
+
+def autocast(name: str, quick: bool, options: Any) -> dict[str, Any]:
+    """A train step of a model written in float32: as it is, by hand in float16, and cast."""
+    from studies.autocast_models import MODELS  # some need Flax or Equinox
+
+    written = MODELS[name](large=not quick)
+    scaled = gs.DynamicLossScale(2.0**12)
+    losses: dict[str, tuple[Any, ...]] = {
+        "float32": (written.loss, None),
+        "by hand": (written.by_hand, scaled),
+        "autocast": (gs.autocast(written.loss), scaled),
+    }
+    known = {variant: how for variant, how in losses.items() if how[0] is not None}
+    baselines, batch = list(known)[:-1], written.batch(0)
+    return train(
+        {"model": name}, known, written.params, batch, optax.adam(1e-3), baselines, options
+    )
+
+
+def autocast_rows(quick: bool) -> dict[str, Row]:
+    """The models of the study of autocast, in its order."""
+    from studies.autocast_models import MODELS
+
+    chosen = ["mixture of experts"] if quick else MODELS
+    return {name: Row(30, partial(autocast, name, quick)) for name in chosen}
+
+
+def doctor(options: Any) -> dict[str, Any]:
     """`gainstage doctor`, with what it prints."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -157,7 +361,7 @@ def doctor(until: float, options: Any) -> dict[str, Any]:
     return {"status": status, "output": said.getvalue().splitlines()}
 
 
-def master_weights(dtype: str, quick: bool, until: float, options: Any) -> dict[str, Any]:
+def master_weights(dtype: str, quick: bool, options: Any) -> dict[str, Any]:
     """A thousand updates, each far below a unit in the last place of the weights.
 
     A GPU's compiler may leave out that a master copy is rounded to the weight's dtype, where the
@@ -202,206 +406,17 @@ def master_weights(dtype: str, quick: bool, until: float, options: Any) -> dict[
     }
 
 
-def train_step(name: str, dtype: str, until: float, options: Any) -> dict[str, Any]:
-    """A whole train step."""
-    baselines = [train_steps.PLAIN, train_steps.IF_FINITE]
-    make = partial(train_steps.steps, name, dtype)
-    return compare(train_steps.case(name, dtype, make, baselines), until, options)
-
-
-def autocast(name: str, quick: bool, until: float, options: Any) -> dict[str, Any]:
-    """A train step of a model written in float32: as it is, by hand in float16, and cast."""
-    from studies.autocast_models import MODELS  # some need Flax or Equinox
-
-    written = MODELS[name](large=not quick)
-    cast, scaled = gs.autocast(written.loss), gs.DynamicLossScale(2.0**12)
-    losses: dict[str, tuple[Any, ...]] = {
-        "float32": (written.loss, gs.FixedLossScale(1.0)),
-        "by hand": (written.by_hand, scaled),
-        "autocast": (cast, scaled),
-        "autocast, retries": (cast, scaled, 8),
-    }
-    known = {variant: how for variant, how in losses.items() if how[0] is not None}
-    model = written.params, written.batch(0)
-    return by_loss(name, *model, known, ["float32", "by hand"], until, options)
-
-
-def by_loss(
-    name: str,
-    params: Any,
-    batch: Any,
-    losses: dict[str, tuple[Any, ...]],
-    baselines: Sequence[str],
-    until: float,
-    options: Any,
-) -> dict[str, Any]:
-    """Train steps of one model with several losses: `(loss, its rule, retries)`."""
-    peaks: dict[str, float] = {}
-
-    def build(variant: str, loss: Any, rule: gs.LossScale, retries: int = 0) -> harness.Variant:
-        copied = jax.tree.map(jnp.copy, params)
-        state = gs.TrainState.create(copied, optax.adam(1e-3), rule=rule)
-        step = gs.train_step(loss, retries=retries)
-        sizes = step.lower(state, batch).compile().memory_analysis()
-        arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
-        peaks[variant] = (arrays - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes) / 1e9
-        return train_steps.of_state(step, state)
-
-    builders = {variant: partial(build, variant, *how) for variant, how in losses.items()}
-    case = harness.Case({"model": name}, lambda: (builders, batch), baselines)
-    cell = compare(case, until, options)
-    for variant, numbers in cell["variants"].items():
-        numbers["peak_gb"] = peaks[variant]
-    return cell
-
-
-def float8_rule(width: int, until: float, options: Any) -> dict[str, Any]:
-    """A train step of a language model under autocast, by dtype."""
-    sizes: dict[str, Any] = {"letters": 8192, "places": 1024, "batch": (8, 1024)}
-    small: dict[str, Any] = {"letters": 64, "places": 16, "batch": (2, 16)}
-    model = models.transformer(jnp.float32, width, 2, **(sizes if width > 64 else small))
-    losses = {
-        dtype: (gs.autocast(model.loss, dtype), gs.DynamicLossScale(2.0**12))
-        for dtype in ("float16", "bfloat16", "float8")
-    }
-    title = f"language model, width {width}"
-    return by_loss(title, model.params, model.batch, losses, ["float16"], until, options)
-
-
-def fp8_memory(quick: bool, until: float, options: Any) -> dict[str, Any]:
-    """Forward and backward pass of eight products, by dtype: memory between, and time."""
-    width, rows = (64, 128) if quick else (4096, 8192)
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((rows, width), np.float32))
-    weights = [models.dense(rng, width, width) for _ in range(8)]
-    found: dict[str, Any] = {"width": width, "rows": rows}
-
-    def product(w: Any, x: Any) -> Any:
-        for one in w:
-            x = jax.nn.relu(x @ one)
-        return jnp.square(x).mean()
-
-    programs, wanted = {}, (weights, x)
-    for dtype in DTYPES:
-        loss = product if dtype == "float32" else gs.autocast(product, dtype)
-        start = time.perf_counter()
-        try:
-            program = jax.jit(jax.value_and_grad(loss)).lower(*wanted).compile()
-        except Exception as error:  # each backend says no in its own way
-            found[dtype] = {"missing": reason(error)}
-            continue
-        seconds, text = time.perf_counter() - start, program.as_text() or ""
-        targets = re.findall(r'custom_call_target="([^"]+)"', text)
-        found[dtype] = {
-            "temp_bytes": program.memory_analysis().temp_size_in_bytes,
-            "compile_s": seconds,
-            "custom calls": sorted(set(targets)),
-        }
-        programs[dtype] = program
-    samples: dict[str, list[float]] = {dtype: [] for dtype in programs}
-    for turn in range(options.rounds + 1):
-        for dtype in list(programs)[:: 1 if turn % 2 else -1]:
-            start = time.perf_counter()
-            for _ in range(3):
-                out = programs[dtype](*wanted)
-            jax.block_until_ready(out)
-            samples[dtype] += [(time.perf_counter() - start) / 3] if turn else []  # the first warms
-    for dtype, seconds in samples.items():
-        found[dtype] |= {"ms": 1e3 * statistics.median(seconds), "ms_max": 1e3 * max(seconds)}
-    return found
-
-
-def faults(place: int, quick: bool, until: float, options: Any) -> dict[str, Any]:
-    """A configuration of the campaign of faults, in this process."""
-    from studies import faults_never_reach_a_weight as campaign  # which needs the extra `demo`
-
-    configuration = campaign.configurations(quick=True)[place]
-    if quick:
-        training = campaign.Training(configuration)
-        clean, outcomes = training.outcomes(list(campaign.single_faults(training))[::9])
-    else:
-        clean, outcomes = campaign.examine(configuration)
-    return {
-        "configuration": configuration._asdict(),
-        "accuracy without faults": clean,
-        "tried": len(outcomes),
-        "safe": sum(o.safe for o in outcomes),
-        "survived": sum(o.survived for o in outcomes),
-        "not survived": [o.row for o in outcomes if not o.survived],
-    }
-
-
-def cells(variants: Sequence[str], *wanted: Sequence[str]) -> dict[str, Measure]:
-    """Measurements of the optimizer step alone."""
-    cases = [peers.case(variants, peers.OPTAX, *cell) for cell in wanted]
-    return {case.title: partial(compare, case) for case in cases}
-
-
-def optimizer_steps(quick: bool) -> dict[str, Measure]:
-    """The sets of parameters, the largest first."""
-    if quick:
-        return cells(STEPS, ("tiny20", "adam", "float16"))
-    first = [
-        ("gpt2", "adam", "float16"),
-        ("one", "adam", "float32"),
-        ("resnet50", "adam", "float16"),
-    ]
-    every = product(("one", "resnet50", "gpt2"), ("adam", "sgd"), ("float32", "float16"))
-    return cells(STEPS, *first, *(cell for cell in every if cell not in first))
-
-
-def train_step_cells(quick: bool) -> dict[str, Measure]:
-    """The models, the one where the optimizer matters most first."""
-    every = product(("gpt2", "transformer", "mlp"), ("float16", "float32"))
-    chosen = [("mlp", "float16")] if quick else every
-    return {", ".join(cell): partial(train_step, *cell) for cell in chosen}
-
-
-def autocast_cells(quick: bool) -> dict[str, Measure]:
-    """The models of the study of autocast, in its order."""
-    from studies.autocast_models import MODELS
-
-    chosen = ["mixture of experts"] if quick else MODELS
-    return {name: partial(autocast, name, quick) for name in chosen}
-
-
-def float8_cells(quick: bool) -> dict[str, Measure]:
-    """Widths at which all linear layers gain by float8, some, and none."""
-    widths = [64] if quick else [2048, 512, 256]
-    return {f"width {width}": partial(float8_rule, width) for width in widths}
-
-
-def campaign_cells(quick: bool) -> dict[str, Measure]:
-    """Adam on float16 variables, with each option and rule."""
-    places = [0] if quick else sorted(range(14), key=lambda place: place % 3)  # by rule
-    return {f"configuration {place}": partial(faults, place, quick) for place in places}
-
-
-def torch_cells(quick: bool) -> dict[str, Measure]:
-    """What PyTorch is compared on: float32 gradients."""
-    tensors = ("tiny20",) if quick else ("gpt2", "resnet50")
-    wanted = [(name, kind) for kind in ("adam", "sgd") for name in tensors]
-    return {", ".join(cell): partial(compare_with_torch, cell) for cell in wanted}
-
-
 PARTS = {
-    "doctor": Part("What the device computes, and whether scaling works", 20,
-        lambda quick: {"doctor": doctor}),
-    "master_weights": Part("Master weights are a run in float32, rounded", 30,
-        lambda quick: {d: partial(master_weights, d, quick) for d in ("bfloat16", "float16")}),
-    "optimizer_steps": Part("An optimizer step beside optax", 100, optimizer_steps),
-    "train_steps": Part("A train step beside optax", 80, train_step_cells),
-    "autocast": Part("Models in float32, by hand in float16, and under autocast", 60,
-        autocast_cells),
-    "float8": Part('A language model under autocast, "float16" and "float8"', 40, float8_cells),
-    "select": Part("Skipping by a select, and by a conditional", 35,
-        lambda quick: cells(CHECKS, *product(["tiny20"] if quick else ["gpt2", "one"], ["adam"]))),
-    "torch": Part("An optimizer step beside PyTorch's fused one", 60, torch_cells),
-    "eager": Part("An eager step beside a compiled one of optax", 25,
-        lambda quick: cells(EAGER, ("tiny20" if quick else "tiny161", "adam"))),
-    "fp8_memory": Part("Eight products, forward and backward", 25,
-        lambda quick: {"products": partial(fp8_memory, quick)}),
-    "faults": Part("A gradient that is not finite never reaches a weight", 65, campaign_cells),
+    "language_model": Part("A language model's train step, beside PyTorch's", language_rows),
+    "gpt2": Part("A train step on GPT-2's tensors, beside optax", lambda quick: {
+        d: Row(50, partial(gpt2_step, d, quick)) for d in (["float16"] if quick else DTYPES)}),
+    "optimizer_step": Part("An optimizer step, beside optax and PyTorch's fused one", lambda quick:
+        {n: Row(60, partial(optimizer_step, n)) for n in (["tiny20"] if quick else ["gpt2"])}),
+    "autocast": Part("Models in float32, by hand in float16, and under autocast", autocast_rows),
+    "doctor": Part("What the device computes, and whether scaling works", lambda quick: {
+        "doctor": Row(20, doctor)}),
+    "master_weights": Part("Master weights are a run in float32, rounded", lambda quick: {
+        d: Row(15, partial(master_weights, d, quick)) for d in ("bfloat16", "float16")}),
 }  # fmt: skip
 
 
@@ -414,7 +429,6 @@ class Results:
     def __init__(self, folder: Path, quick: bool):
         environment = harness.environment()
         device = jax.devices()[0]
-        self.tried: set[tuple[str, str]] = set()
         self.file = folder / f"{environment['device']}{'-quick' * quick}.json"
         self.found = {"environment": environment, "device": {}, "parts": {}}
         if self.file.exists():
@@ -426,6 +440,7 @@ class Results:
             "memory_limit_gb": ((device.memory_stats() or {}).get("bytes_limit", 0)) / 1e9,
             **copy_bandwidth(4_000_000 if quick else 250_000_000),
         }
+        self.found["date"] = time.strftime("%Y-%m-%d")
         self.write()
 
     def has(self, part: str, title: str) -> bool:
@@ -459,35 +474,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     start = time.perf_counter()
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes, for a test")
-    parser.add_argument("--budget", type=float, default=500, metavar="S", help="seconds (500)")
+    parser.add_argument("--budget", type=float, default=400, metavar="S", help="seconds (400)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART",
                         help=f"some of: {', '.join(PARTS)}")  # fmt: skip
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds (11; quick: 2)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds (7; quick: 2)")
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "devices", metavar="DIR")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write it, and measure nothing")
     options = parser.parse_args(argv)
-    if options.page:
-        options.page.write_text(page(options.output))
-        return
-    options.rounds = options.rounds or (2 if options.quick else 11)
-    options.shortest = 0.0 if options.quick else 0.03  # seconds that a sample takes at least
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")  # PyTorch has the rest
-    end = start + 0.92 * options.budget  # nothing begins after it
+    options.rounds = options.rounds or (2 if options.quick else 7)
+    options.shortest = 0.0 if options.quick else 0.25  # seconds that a sample takes at least
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.7")  # PyTorch has the rest
+    jax.monitoring.register_event_listener(_count_hits)
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(options.output / "compiled"))
+    end = start + options.budget
     watchdog = threading.Timer(options.budget, stop)  # a compilation cannot be interrupted
     watchdog.daemon = True
     watchdog.start()
     results = Results(options.output, options.quick)
     tell("device", results.found["device"])
-    for is_last in (False, True):
-        for part in options.parts:
-            seconds = PARTS[part].seconds * options.budget / 500
-            until = end if is_last else min(end, time.perf_counter() + seconds)
-            measure(part, until, results, options)
+    for part in options.parts:
+        measure(part, end, results, options)
     watchdog.cancel()
     left = [
         f"{part} ({title})"
         for part in options.parts
-        for title in PARTS[part].measurements(options.quick)
+        for title in PARTS[part].rows(options.quick)
         if not results.has(part, title)
     ]
     print(f"\n{time.perf_counter() - start:.0f} s; results: {results.file}")
@@ -500,15 +511,14 @@ def stop() -> None:
     os._exit(3)
 
 
-def measure(part: str, until: float, results: Results, options: Any) -> None:
+def measure(part: str, end: float, results: Results, options: Any) -> None:
     """Measures what is missing of a part, as long as there is time."""
-    for title, one in PARTS[part].measurements(options.quick).items():
-        done = results.has(part, title) or (part, title) in results.tried
-        if done or (start := time.perf_counter()) > until:
+    for title, row in PARTS[part].rows(options.quick).items():
+        start = time.perf_counter()
+        if results.has(part, title) or start + row.seconds > end:
             continue
-        results.tried.add((part, title))
         try:
-            numbers: dict[str, Any] = one(until, options)
+            numbers = row.measure(options)
         except Exception as error:  # the other measurements are worth as much
             numbers = {"error": reason(error)}
         numbers["seconds"] = round(time.perf_counter() - start, 1)
@@ -521,15 +531,8 @@ def measure(part: str, until: float, results: Results, options: Any) -> None:
 def tell(title: str, numbers: dict[str, Any]) -> None:
     """Prints a measurement; rich may be missing here."""
     print(f"\n{title}")
-    for name, one in numbers.get("variants", {}).items():
-        words = [f"{one['ms']:10.4g} ms ({one['ms_min']:.4g} - {one['ms_max']:.4g})"]
-        words += [
-            f"/ {baseline} {ratio['median']:.3f} ({ratio['q1']:.2f} - {ratio['q3']:.2f})"
-            for baseline, ratio in one["ratios"].items()
-        ]
-        words += [f"{one['gb_s']:.0f} GB/s"] if "gb_s" in one else []
-        words += [f"{one['peak_gb']:.3g} GB at most"] if "peak_gb" in one else []
-        print(f"  {name:28}{', '.join(words)}, compiled in {one['compile_s']:.1f} s")
+    if numbers.get("variants"):
+        print("\n".join(table(numbers)))
     for name, value in numbers.items():
         if name not in ("variants", "labels", "baselines", "repeats") and value != {}:
             lines = value if isinstance(value, list) else [value]
@@ -537,33 +540,38 @@ def tell(title: str, numbers: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-# ── the page ─────────────────────────────────────────────────────────────────────────────────
+# What a table shows of a variant, and how; what no variant has is left out.
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "ms a step": lambda one: f"{one['ms']:.4g}",
+    "thousand tokens/s": lambda one: f"{one['tokens_s'] / 1e3:.1f}",
+    "peak GB": lambda one: f"{one['peak_gb']:.3g}",
+    "compile s": lambda one: f"{one['compile_s']:.1f}",
+    "gradients off": lambda one: f"{one['gradient_off']:.2g}",
+    "loss": lambda one: f"{one['loss']:.3f}",
+}
 
 
-def page(folder: Path) -> str:
-    """All devices of a folder of results, in Markdown."""
-    lines = ["# On a GPU", "", "Written by `python -m benchmarks.on_device --page`.", ""]
-    for file in sorted(folder.glob("*.json")):
-        lines += device_page(json.loads(file.read_text()))
-    return "\n".join(lines)
+def table(cell: dict[str, Any]) -> Iterator[str]:
+    """The variants in Markdown, and their ratios to each baseline with the quartiles."""
 
+    def ratio(one: dict[str, Any], baseline: str) -> str:
+        found = one["ratios"].get(baseline)
+        return f"{found['median']:.3f} ({found['q1']:.3f}-{found['q3']:.3f})" if found else ""
 
-def device_page(results: dict[str, Any]) -> Iterator[str]:
-    """What was measured on a device: the tables of comparisons, and the rest as it is."""
-    from . import report  # which needs matplotlib
+    def shown(one: dict[str, Any], show: Callable[[dict[str, Any]], str]) -> str:
+        try:
+            return show(one)
+        except (KeyError, TypeError):  # not measured, or None
+            return ""
 
-    device = results["device"]
-    yield f"## {device['kind']}\n"
-    yield f"`a = a / 2 + b`, in place, on large arrays: {device['gb_s']:.0f} GB/s.\n"
-    for name, part in results["parts"].items():
-        compared = {title: one for title, one in part.items() if "variants" in one}
-        claim = {"claim": PARTS[name].claim, "environment": results["environment"]}
-        if compared:
-            yield report.section("on_device", claim | {"cases": compared})
-        else:
-            yield f"### {claim['claim']}\n"
-        for title in [title for title in part if title not in compared]:
-            yield f"{title}:\n\n```json\n{json.dumps(part[title], indent=1)}\n```\n"
+    rows = [["", *COLUMNS, *(f"time / {b}" for b in cell["baselines"])]]
+    for name, one in cell["variants"].items():
+        numbers = [shown(one, show) for show in COLUMNS.values()]
+        rows.append([name, *numbers, *(ratio(one, b) for b in cell["baselines"])])
+    kept = [i for i in range(len(rows[0])) if i == 0 or any(row[i] for row in rows[1:])]
+    rows.insert(1, ["---" if i == 0 else "---:" for i in range(len(rows[0]))])
+    for row in rows:
+        yield f"| {' | '.join(row[i] for i in kept)} |"
 
 
 if __name__ == "__main__":

@@ -10,13 +10,18 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from . import programs
+from . import on_device, programs
 from .harness import LIMIT, RESULTS, between_marks
 
 DOCS = Path(__file__).parents[1] / "docs" / "evidence"
 INTRODUCTION = """# Benchmarks
 
 ![Every ratio to the first baseline](benchmarks.png)
+
+![A language model on a GPU](benchmarks-gpu.png)
+
+<!-- on a GPU -->
+<!-- end of on a GPU -->
 
 <!-- results -->
 <!-- end of results -->
@@ -58,8 +63,13 @@ def write(results: Path, docs: Path) -> None:
     file = docs / "benchmarks.md"
     text = file.read_text() if file.exists() else ""
     marked = text if "<!-- results -->" in text else INTRODUCTION
-    file.write_text(between_marks(marked, page(devices, compiled)))
+    marked = between_marks(marked, page(devices, compiled))
+    found = sorted((results / "devices").glob("*.json"), key=lambda path: path.stem)
+    gpus = [json.loads(path.read_text()) for path in found]
+    file.write_text(between_marks(marked, "\n".join(map(gpu_page, gpus)), "on a GPU"))
     picture(devices).savefig(docs / "benchmarks.png")
+    if gpus:
+        gpu_picture(gpus[0]).savefig(docs / "benchmarks-gpu.png")
 
 
 # ── the page ─────────────────────────────────────────────────────────────────────────────────
@@ -168,7 +178,34 @@ def times(case: dict[str, Any], name: str) -> str:
     return f"{numbers['ms']:.3g} / {numbers['compile_s']:.1f}{share}"
 
 
-# ── the picture ──────────────────────────────────────────────────────────────────────────────
+def gpu_page(results: dict[str, Any]) -> str:
+    """The tables of what was measured on a GPU, with the device, versions and the date."""
+    device = results["device"]
+    parts = [results["about"]] if "about" in results else []
+    is_new = "date" in results
+    torch = ""
+    for name, part in results["parts"].items():
+        cells = {title: cell for title, cell in part.items() if "variants" in cell}
+        for title, cell in cells.items():
+            torch = cell.get("environment", {}).get("torch", torch)
+            heading = f"**{on_device.PARTS[name].claim}**: {title}"
+            parts.append("\n".join([f"{heading}\n", *on_device.table(cell)]))
+    versions = ["jax", "jaxlib", "optax"]
+    said = [f"{key} {results['environment'][key]}" for key in versions]
+    said += [f"torch {torch}"] if torch else []
+    said += [results["date"]] if is_new else []
+    memory = f"`a = a / 2 + b` on large arrays moves {device['gb_s']:.0f} GB/s"
+    return "\n\n".join(
+        [
+            f"### {device['kind']}{'' if is_new else ', earlier'}",
+            *parts,
+            f"{memory}. {', '.join(said)}.",
+            "",
+        ]
+    )
+
+
+# ── the pictures ───────────────────────────────────────────────────────────────────────────────
 
 
 def picture(devices: dict[str, Any]) -> Figure:
@@ -180,6 +217,26 @@ def picture(devices: dict[str, Any]) -> Figure:
     panels = figure.subplots(len(claims), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, claim in zip(panels, claims, strict=True):
         draw(axes, {d: c[claim] for d, c in devices.items() if claim in c}, rows[claim])
+    return figure
+
+
+def gpu_picture(results: dict[str, Any]) -> Figure:
+    """Tokens a second and the memory of a language model's train step, by variant."""
+    (title, cell), *_ = results["parts"]["language_model"].items()
+    variants = dict(reversed(cell["variants"].items()))
+    figure = Figure(figsize=(10, 0.7 + 0.36 * len(variants)), dpi=110, layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    shown = (("tokens_s", 1e-3, "thousand tokens a second"), ("peak_gb", 1, "peak memory, GB"))
+    for axes, (key, unit, label) in zip(panels, shown, strict=True):
+        values = [unit * one[key] for one in variants.values()]
+        colors = [COLORS[0] if name.startswith("gs.") else "#9aa5b8" for name in variants]
+        bars = axes.barh(list(variants), values, color=colors)
+        axes.bar_label(bars, fmt="{:.3g}", padding=3, fontsize=8)
+        axes.set_xlabel(label, fontsize=9)
+        axes.tick_params(labelsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.12)
+    figure.suptitle(f"{results['device']['kind']}: {title}", fontsize=10, fontweight="bold")
     return figure
 
 

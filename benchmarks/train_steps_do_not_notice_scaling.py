@@ -117,7 +117,11 @@ def of_state(step: Any, state: gs.TrainState[Any]) -> harness.Variant:
 
 def steps(name: str, dtype: str) -> tuple[harness.Builders, Any]:
     """The variants for one model and the dtype that it computes in."""
-    model = models.model(name, dtype)
+    return steps_of(models.model(name, dtype))
+
+
+def steps_of(model: models.Model) -> tuple[harness.Builders, Any]:
+    """The variants for a model."""
     return {
         PLAIN: partial(plain, model),
         BARRIER: partial(plain, model, barrier=True),

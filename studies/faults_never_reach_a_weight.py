@@ -37,7 +37,7 @@ from . import DOCS, RESULTS
 from .digits import load_digits
 
 if TYPE_CHECKING:
-    from rich.console import Console  # which `on_device` does without
+    from rich.console import Console
 
 STEPS, START, BATCH = 120, 20, 64  # good steps in all, those before a fault, images in a step
 PATIENCE = 4000  # steps after which a run that does not come to its good ones is given up

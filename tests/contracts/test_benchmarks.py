@@ -34,12 +34,25 @@ def test_the_page_of_several_devices(tmp_path):
 def test_the_page_of_the_documentation_is_that_of_the_results(tmp_path):
     """Its tables are in the results, and what is said around them is left alone."""
     page = ROOT / "docs" / "evidence" / "benchmarks.md"
-    (tmp_path / "results").mkdir()
-    for results in RESULTS.parent.glob("*.json"):
-        shutil.copy(results, tmp_path / "results")
+    shutil.copytree(RESULTS.parent, tmp_path / "results")
     shutil.copy(page, tmp_path)
     report.write(tmp_path / "results", tmp_path)
     assert (tmp_path / "benchmarks.md").read_text() == page.read_text()
+
+
+def test_the_page_of_a_gpu(tmp_path):
+    """It has a table of each row that was measured, with the device and the versions, and a
+    picture."""
+    shutil.copytree(RESULTS.parent, tmp_path / "results")
+    report.write(tmp_path / "results", tmp_path)
+    page = (tmp_path / "benchmarks.md").read_text()
+    measured = json.loads((RESULTS.parent / "devices" / "nvidia-h200.json").read_text())
+    assert "### NVIDIA H200\n" in page
+    assert f"torch 2.11.0+cu130, {measured['date']}" in page
+    for cell in measured["parts"]["language_model"].values():
+        for name, numbers in cell["variants"].items():
+            assert f"| {name} | {numbers['ms']:.4g} | {numbers['tokens_s'] / 1e3:.1f} |" in page
+    assert (tmp_path / "benchmarks-gpu.png").stat().st_size > 10_000
 
 
 def test_nothing_measured_writes_nothing(tmp_path, capsys):
