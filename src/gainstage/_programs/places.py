@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from gainstage._base._jax import JaxprEqn, user_frames
+from gainstage._programs.jaxprs import KERNEL
 from gainstage._programs.operations import Trait, names_with
 
 LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
@@ -29,7 +30,7 @@ OWN_NAMES = frozenset(
 INDEXING = names_with(Trait.INDEX)  # whose results from a parameter count as data
 WRAPPERS = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|checkpoint|remat|linearize)\(([^()]*)\)")
 ANONYMOUS = re.compile(
-    r"rematted_computation|checkpoint|remat|while|body|cond|closed_call|<lambda>"
+    rf"rematted_computation|checkpoint|remat|while|body|cond|closed_call|<lambda>|{KERNEL}"
 )
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -83,7 +83,8 @@ def _both(kernel: Callable[..., R], wide: Callable[..., R], arguments: Any) -> R
     # Numpy arrays stay concrete: a kernel may read a mask when it is traced.
     is_operand = [_is_single(x) and isinstance(x, jax.Array) for x in leaves]
     operands = [x for x, is_own in zip(leaves, is_operand, strict=True) if is_own]
-    half, dtypes = DTYPES[HALF.value], list[Any]()  # dtypes of the results in float32
+    half = DTYPES[HALF.value]
+    known = list[_Results]()  # those in float32
 
     def called(own: Callable[..., R], dtype: np.dtype, xs: tuple[jax.Array, ...]) -> R:
         each = iter(xs)
@@ -100,12 +101,16 @@ def _both(kernel: Callable[..., R], wide: Callable[..., R], arguments: Any) -> R
         except Exception as error:
             error.add_note(f"gainstage.in_half passed {half} to this kernel, as autocast asks for.")
             raise
-        results, structure = jax.tree.flatten(found)
-        own = dtypes if len(dtypes) == len(results) else [SINGLE] * len(results)
-        pairs = zip(results, own, strict=True)
-        return jax.tree.unflatten(
-            structure, [x.astype(dtype) if in_dtype.is_half(x) else x for x, dtype in pairs]
-        )
+        results = _results_of(found)
+        wanted = known[0] if known else results
+        if (results.structure, results.shapes) != (wanted.structure, wanted.shapes):
+            raise TypeError(
+                f"Expected results of the same shapes from kernel and float32 of "
+                f"gainstage.in_half; got {results.shapes} and {wanted.shapes}."
+            )
+        counted = [SINGLE if dtype == half else dtype for dtype in wanted.dtypes]
+        dtypes = iter(wanted.dtypes if known else counted)
+        return jax.tree.map(lambda x: _settled(x, next(dtypes)), found)
 
     def in_float32(*xs: jax.Array) -> R:
         try:
@@ -114,12 +119,31 @@ def _both(kernel: Callable[..., R], wide: Callable[..., R], arguments: Any) -> R
             if wide is not kernel:
                 raise
         else:
-            dtypes.extend(getattr(x, "dtype", SINGLE) for x in jax.tree.leaves(found))
+            known.append(_results_of(found))
             return found
         return in_half_precision(*xs)  # a kernel that refuses float32, and nothing in its place
 
     # `cond` traces its first program first. Its index is a number, so XLA never sees both.
     return jax.lax.cond(True, in_float32, in_half_precision, *operands)
+
+
+class _Results(NamedTuple):
+    """What the results of a function are."""
+
+    structure: Any
+    shapes: list[tuple[int, ...]]
+    dtypes: list[Any]
+
+
+def _results_of(found: Any) -> _Results:
+    leaves, structure = jax.tree.flatten(found)
+    dtypes = [getattr(x, "dtype", None) for x in leaves]
+    return _Results(structure, [np.shape(x) for x in leaves], dtypes)
+
+
+def _settled(x: Any, dtype: Any) -> Any:
+    """A result in half precision, in the dtype that it has in float32."""
+    return x.astype(dtype) if in_dtype.is_half(x) else x
 
 
 def _is_single(x: Any) -> bool:

@@ -1,6 +1,7 @@
 """cuDNN's fused attention on a CPU: JAX's own calls, checks and derivatives, computed by XLA.
 
-As the real one it takes float16 and bfloat16 alone, and says so when it is lowered.
+As the real kernel it takes float16 and bfloat16 only, and says so with a KeyError when it is
+lowered. `dtypes_of_calls` reads the program that JAX lowers for a GPU.
 """
 
 import re
