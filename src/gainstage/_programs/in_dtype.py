@@ -96,8 +96,8 @@ def in_dtype(
     try:
         if eqn.primitive.name not in OPAQUE:
             return bind_shared(eqn, values, params)
-    except (TypeError, ValueError, NotImplementedError):
-        pass  # the operation does not support this dtype
+    except Exception:
+        pass  # it does not support this dtype, and kernels say so by errors of any kind
     lowered = [down(x, var) for x, var in zip(values, eqn.invars, strict=True)]
     return [up(x, None, dtype) for x in bind_shared(eqn, lowered)]
 
