@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._variables.types import PyTree
+from gainstage.interop.keras_attention import use_fused_attention
 from gainstage.interop.keras_backend import PACKAGE, keras
 from gainstage.interop.keras_loss_scale import LossScaleOptimizer
 from gainstage.precision.autocast import Precision, named
@@ -30,6 +31,9 @@ def autocast(model: Any, dtype: Precision = "float16") -> Any:
     In float16 the gradients need loss scaling: `compile` wraps an optimizer that has none in
     `LossScaleOptimizer`, as Keras does under its policy `mixed_float16`. `auto_scale_loss=False`
     leaves it out.
+
+    On a GPU, layers of attention take the fused kernel of Keras, as under `mixed_float16`, unless
+    they have dropout. `keras.config.disable_flash_attention()` leaves it out.
 
     Args:
         model: a Keras model, built or not, compiled or not. Its class becomes a subclass of its
@@ -60,6 +64,7 @@ def autocast(model: Any, dtype: Precision = "float16") -> Any:
     plan = named(dtype)
     autocast_function(model.stateless_call, plan)  # refuses a function that has a plan
     refuse_mixed(model)
+    use_fused_attention()
     return under(plan, model)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from gainstage._base import checks
 from gainstage._variables.types import PyTree
+from gainstage.interop.keras_attention import use_fused_attention
 from gainstage.interop.keras_autocast import plain_class, refuse_mixed, seen_as
 from gainstage.interop.keras_backend import keras
 from gainstage.precision.advice import Advice, measured_advice
@@ -20,6 +21,7 @@ from gainstage.precision.autocast import keep_float32
 from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE
 from gainstage.precision.plan import Plan, operations_of
 from gainstage.precision.tuning import tune as tune_function
+from gainstage.transforms.retrace import HALF
 
 TAKEN = 4  # batches of a dataset
 
@@ -67,6 +69,7 @@ def advise(
     """
     weights, others, metrics = _values_of(model)
     refuse_mixed(model)
+    use_fused_attention()
     plain = plain_class(model)
     for name in ("train_step", "compute_loss_and_updates"):
         if getattr(plain, name) is not getattr(keras.Model, name):
@@ -122,6 +125,7 @@ def tune(
         >>> model = autocast(model, plan)
     """
     weights, others, metrics = _values_of(model)
+    use_fused_attention()
     training = {"training": True} if model._call_has_training_arg else {}
     calls = [(others, metrics, *_arrays(batch)) for batch in first(batches)]
 
@@ -133,7 +137,8 @@ def tune(
             _loss_of(model), weights, calls, dtype=dtype, max_noise=max_noise, max_bias=max_bias,
             max_error=max_error, card=card, progress=progress,
         )  # fmt: skip
-        program = jax.make_jaxpr(forward)(weights, others, calls[0][2])
+        with HALF(measured.dtype):  # as autocast traces it
+            program = jax.make_jaxpr(forward)(weights, others, calls[0][2])
     own = measured.operations[: len(operations_of(program))]
     plan = Plan(measured.dtype, own, measured.predicted, measured.measured, measured.shapes)
     plan.check(program)
