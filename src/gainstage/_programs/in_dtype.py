@@ -71,6 +71,8 @@ def in_dtype(
     values: Sequence[ArrayLike],
     dtype: DTypeLike = np.float32,
     instead_of: Container[object] = HALF,
+    *,
+    is_exact: bool = False,
 ) -> list[Any]:
     """The results of an equation in another dtype, from operands of that dtype.
 
@@ -79,6 +81,7 @@ def in_dtype(
         values: its operands.
         dtype: the dtype.
         instead_of: the dtypes in the program that it replaces.
+        is_exact: whether its products are as exact as float32 on each device.
     """
     if eqn.primitive.name == "reduce_precision":
         return list(values)
@@ -87,9 +90,11 @@ def in_dtype(
         zero = jnp.zeros((), dtype)
         params["update_jaxpr"] = open_jaxpr(jax.make_jaxpr(SCATTER[eqn.primitive.name])(zero, zero))
     if any(getattr(v.aval, "dtype", None) in instead_of for v in eqn.invars):
-        params = {
-            k: None if k == "precision" and _is_algorithm(v) else v for k, v in params.items()
-        }
+        is_algorithm = _is_algorithm(params.get("precision"))
+        if is_exact and "precision" in params:
+            params["precision"] = (lax.Precision.HIGHEST,) * 2
+        elif is_algorithm:
+            params["precision"] = None
     for key in ("preferred_element_type", "new_dtype", "dtype"):
         if params.get(key) is not None and jnp.dtype(params[key]) in instead_of:
             params[key] = np.dtype(dtype)

@@ -4,9 +4,10 @@ What an operation is by itself is in `operations.py`.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from jax import lax
 
 from gainstage._base._jax import JaxprEqn, Literal, Var
 from gainstage._programs import jaxprs
@@ -15,6 +16,7 @@ from gainstage._programs.operations import CHOICES, MOVES, PRODUCTS, VIEWS
 
 Producers = Mapping[Var, JaxprEqn]  # the operation that has made each value
 FEW = 4  # terms of a sum of products, which cost little in float32
+CHEAP = 2**20  # multiplications in a product that takes no time, however exact it is
 AMPLIFIES = 32.0  # the factor from which a difference is one of near numbers
 STEP = 1 / 33  # the factor up to which what is added to another value is a small step
 PART = 1 / 4  # the factor up to which what is added to a constant is a small part
@@ -86,6 +88,22 @@ def terms_of(eqn: JaxprEqn) -> float:
         return np.inf
     shape, (axes, _) = jaxprs.array(eqn.invars[0]).shape, eqn.params["dimension_numbers"][0]
     return float(np.prod([shape[axis] for axis in axes]))
+
+
+def exact_params(eqn: JaxprEqn) -> dict[str, Any] | None:
+    """The parameters with which a product is as exact as float32 on each device, where that costs
+    little: few terms are summed for a number, or few for all numbers together. None for another
+    operation, a large product, or one whose precision the user has chosen."""
+    if eqn.primitive.name != "dot_general" or not _is_default(eqn.params["precision"]):
+        return None
+    terms = terms_of(eqn)
+    is_cheap = terms <= FEW or terms * jaxprs.array(eqn.outvars[0]).size <= CHEAP
+    return {**eqn.params, "precision": (lax.Precision.HIGHEST,) * 2} if is_cheap else None
+
+
+def _is_default(precision: object) -> bool:
+    each = precision if isinstance(precision, tuple) else (precision,)
+    return all(one in (None, lax.Precision.DEFAULT) for one in each)
 
 
 def is_tiny(eqn: JaxprEqn) -> bool:

@@ -199,7 +199,7 @@ class _Walk:
             refs = [up(x, v) for x, v in zip(xs, eqn.outvars, strict=True)]
         else:
             ups = [up(v.ref, var) for v, var in zip(values, eqn.invars, strict=True)]
-            refs = in_dtype(eqn, ups)
+            refs = in_dtype(eqn, ups, is_exact=True)
         found = []
         for var, x, ref in zip(eqn.outvars, xs, refs, strict=True):
             aval = jaxprs.array(var)

@@ -1,5 +1,6 @@
 """What each precision costs on a model and batches of one's own, before training."""
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from gainstage.precision.samples import (
     EXPONENTS,
     GradientsOf,
     Samples,
+    are_products_rounded,
     is_finite,
     largest_exponent,
     samples_of,
@@ -31,19 +33,23 @@ __all__ = ["Advice", "Cost", "advise"]
 LAST_EXPONENT = 24  # of the loss scales that are tried
 LARGER = (3, 6, 9, 12)  # binary orders by which a batch may be larger
 WORSE = 2.0  # times the price of the scaled gradient, from which on a scale is needed
-NAMES = "float32", "bfloat16", "float16, unscaled", "float16", "float8"
+NAMES = "float32", "bfloat16", "float16, unscaled", "float16", FLOAT8
+EXACT = "float32, highest"  # float32 where the device rounds the operands of products by default
 ALIKE = 1.02  # times on paper whose ratio is below this are the same
 
 
 class Cost(NamedTuple):
     """What one precision costs."""
 
-    name: str  # "float32", "bfloat16", "float16, unscaled", "float16" or "float8"
+    # "float32", "float32, highest", "bfloat16", "float16, unscaled", "float16" or "float8"
+    name: str
     price: Price
     exponent: int | None  # that of the largest loss scale that was finite; None without a scale
     kept: int  # bytes that the forward pass keeps for the backward pass
     arithmetic: dict[str, float]  # the share of the products' arithmetic in each dtype
-    seconds: float  # of all products of a step on the card, on paper; nothing else of the step
+    # Of all products of a step on the card, on paper, and nothing else of the step; inf for
+    # "float32, highest", for which makers publish no rate.
+    seconds: float
     code: tuple[str, ...]  # the lines to write, for a loss `loss_fn` and an optax chain `tx`
     bias_at_most: float  # the upper end of the bias, which so few batches show with an error
     is_bias_clear: bool  # whether the bias can be told from 0
@@ -55,6 +61,9 @@ class Cost(NamedTuple):
 
 
 Code = Callable[[str, bool], tuple[str, ...]]  # `(dtype, is scaled) -> lines to write`
+
+
+HIGHEST = 'jax.config.update("jax_default_matmul_precision", "highest")'
 
 
 def code_of_loop(dtype: str, is_scaled: bool) -> tuple[str, ...]:
@@ -133,14 +142,15 @@ class Advice:
         """Returns the rows of the table, the first one with the names of the columns."""
         head = ("precision", "noise", "bias", "lost to 0", "scale", "kept", "products", self.card)
         rows = [head, *map(_line, self.costs)]
-        if len(self.costs) < len(NAMES):
+        if all(cost.name != FLOAT8 for cost in self.costs):
             why = "as float16" if CARDS[self.card].float8 else "not there"
             rows.append(("float8", why, *[""] * (len(head) - 2)))
         return rows
 
     def _of_cards(self) -> list[tuple[str, ...]]:
         """The rows of the times on all cards, the first one with the names of the columns."""
-        names = [cost.name for cost in self.costs if cost.name != "float16, unscaled"]
+        names = [name for name in NAMES if name != "float16, unscaled"]
+        names = [name for name in names if any(cost.name == name for cost in self.costs)]
         rows = [("card", *names, "use")]
         for card in sorted(self.cards, key=lambda name: name != self.card):
             times = {cost.name: _time(cost) for cost in self.cards[card]}
@@ -172,9 +182,10 @@ class Advice:
 
     def notes(self) -> list[str]:
         """Returns what the table does not say, a sentence each."""
+        is_rounded = any(cost.name == EXACT for cost in self.costs)
         notes = [
             f"Measured on {self.batches} batches, at these parameters, against float32 on this "
-            f"{jax.default_backend()}.",
+            f"{jax.default_backend()}{' at the highest precision' * is_rounded}.",
             "Gradients shrink in training, and may then need a scale: look again late.",
             f"Times are estimates, from the sizes of the products and the rates of the "
             f"{self.card}; nothing else of a step is in them.",
@@ -238,8 +249,11 @@ def advise(
     - "products": the share of the products' arithmetic in each dtype. In the row of float8 those
       are in it that `gainstage.autocast(fun, "float8")` puts there; there is none if none is.
     - the card: the time of all products of a step, from their sizes and the card's rates. On an
-      H100 or A100, products of float32 are timed as TF32, which is how JAX multiplies them there;
-      noise and bias are relative to float32 as the device of this process computes it.
+      H100 or A100, products of float32 are timed as TF32, which is how JAX multiplies them there.
+
+    Noise and bias are relative to float32 at the highest precision. Where the device rounds the
+    operands of float32 products by default, as a GPU does to TF32 and a TPU to bfloat16, the row
+    "float32" is that, and there is a row "float32, highest".
 
     Args:
         fun: a float32 function `(params, *batch)` that returns a scalar loss, or (loss, aux),
@@ -317,8 +331,14 @@ def measured_advice(
         measured = _CostMeasurement(samples, reference, rates, code, tick)
         half = autocast(fun)
         of_half = samples.compiled(half)
+        is_rounded = are_products_rounded()
+
+        def unrounded(number: int, scale: float) -> list[Any]:
+            return exact[number]
+
         rows = [
-            measured.row("float32", fun, lambda number, _: exact[number], 0),
+            measured.row("float32", fun, samples.compiled(fun) if is_rounded else unrounded, 0),
+            *([measured.row(EXACT, fun, unrounded, 0)] if is_rounded else []),
             measured.row("bfloat16", *_both(samples, autocast(fun, "bfloat16")), 0),
             measured.row("float16, unscaled", half, of_half, 0),
             measured.row("float16", half, of_half, None),
@@ -383,12 +403,15 @@ class _CostMeasurement:
         self._products[name] = products
         memory = kept(loss, own, others)
         code = self._code(name.partition(",")[0], scaled)
+        code = (HIGHEST, *code) if name == EXACT else code
         seconds = self._seconds(name, self._card)
         known = (memory, shares, seconds, code, *self._reference.bias_at_most(found))
         return Cost(name, price, exponent if scaled else None, *known)
 
     def _seconds(self, name: str, card: Card) -> float:
         """The time of all products of a precision on a card."""
+        if name == EXACT:
+            return math.inf
         return sum(product.seconds(card) for product in self._products[name])
 
     def on_cards(self, rows: Sequence[Cost]) -> dict[str, list[Cost]]:
@@ -467,7 +490,7 @@ def _reason(advice: Advice) -> str:
     ]
     noise, bias = percent(best.price.noise), _bias(best)
     why = f"noise {noise} and bias {bias} are within 1 % and 2 %"
-    if best is exact:
+    if best.dtype == "float32":
         why = "no other precision is within 1 % noise and 2 % bias, or none is faster"
     elif exact.seconds:
         less = 1e6 * (exact.seconds - best.seconds)
@@ -489,7 +512,7 @@ def _line(cost: Cost) -> tuple[str, ...]:
 
 
 def _time(cost: Cost) -> str:
-    return f"{1e6 * cost.seconds:.3g} us"
+    return f"{1e6 * cost.seconds:.3g} us" if math.isfinite(cost.seconds) else ""
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from gainstage._base._jax import JaxprEqn, Tracer, is_batched, is_differentiated
 from gainstage._base.warn import warn
-from gainstage._programs import jaxprs
+from gainstage._programs import jaxprs, patterns
 from gainstage._programs.in_dtype import converted, in_dtype, is_float32
 from gainstage._programs.jaxprs import AnyJaxpr, Path
 from gainstage._programs.operations import PRODUCTS, Trait, names_with
@@ -251,6 +251,11 @@ def plan_of(fun: Callable[..., Any]) -> str | Plan | None:
 class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a statement
     """Operations inside stay in float32 under `autocast`: a context manager and a decorator.
 
+    They are computed as they would be without `autocast`. By default JAX rounds the operands of
+    float32 products to TF32 on an NVIDIA GPU, which has the digits of float16 and the range of
+    float32, and to bfloat16 on a TPU. Where a product needs all digits of float32, say so as well:
+    `with gs.keep_float32(), jax.default_matmul_precision("highest"):`.
+
     Examples:
         >>> import gainstage as gs
         >>> import jax, jax.numpy as jnp
@@ -393,7 +398,9 @@ class _Caster:
             return [Retraced(power(eqn, floats[0]))]
         if is_half and _is_activation(eqn) and path not in self._needs:
             return [Retraced(x) for x in _activated(eqn, dtype, [v.x for v in floats])]
-        results = [value.x for value in as_written(eqn, values)]
+        is_exact = bool(self._needs.get(path, Need.NOTHING) & (Need.ALL | Need.OPERANDS))
+        params = patterns.exact_params(eqn) if is_exact else None
+        results = [value.x for value in as_written(eqn, values, params)]
         if is_half and eqn.primitive.name.startswith("custom_"):
             # Operations follow the result of a function with its own derivative, as of `softplus`.
             shapes = {jaxprs.array(v).shape for v in eqn.invars if is_float32(v)}

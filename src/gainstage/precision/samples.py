@@ -1,5 +1,6 @@
 """Gradients of a function on some batches, in any precision."""
 
+import contextlib
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -131,22 +132,29 @@ class Samples:
         self.names = list(found)
         return [loss, *found.values()]
 
-    def compiled(self, fun: Callable[..., Any]) -> GradientsOf:
-        """A function `(number of a batch, loss scale) -> [loss, *gradients]`."""
+    def compiled(self, fun: Callable[..., Any], *, is_exact: bool = False) -> GradientsOf:
+        """A function `(number of a batch, loss scale) -> [loss, *gradients]`.
+
+        Args:
+            fun: what is differentiated.
+            is_exact: whether float32 products are at the highest precision. By default a GPU
+                rounds their operands to TF32, and a TPU to bfloat16.
+        """
         program = jax.jit(lambda scale, arrays: self.gradients_of(fun, scale, arrays))
 
         def run(number: int, scale: float) -> list[np.ndarray]:
-            return jax.device_get(program(jnp.float32(scale), self.arrays[number]))
+            with exact_products() if is_exact else contextlib.nullcontext():
+                return jax.device_get(program(jnp.float32(scale), self.arrays[number]))
 
         return run
 
     def exact(self) -> list[list[np.ndarray]]:
-        """The losses and gradients of all batches in float32.
+        """The losses and gradients of all batches in float32, with exact products.
 
         Raises:
             ValueError: one is not finite, all are 0, or two calls with one batch differ.
         """
-        run = self.compiled(self.fun)
+        run = self.compiled(self.fun, is_exact=True)
         found = [run(number, 1.0) for number in range(len(self))]
         for number, results in enumerate(found):
             if not is_finite(results):
@@ -160,7 +168,8 @@ class Samples:
                 "Expected a loss that depends on the parameters; its gradient is 0 on each batch."
             )
         # Traced again: what `numpy.random` draws in a trace is a constant of the program.
-        result = jax.jit(lambda arrays: self.fun(*self.args(arrays)))(self.arrays[0])
+        with exact_products():
+            result = jax.jit(lambda arrays: self.fun(*self.args(arrays)))(self.arrays[0])
         again = float(result[0] if self.has_aux else result)
         if abs(again - float(found[0][0])) > CALLS_ALIKE * max(abs(again), 1e-30):
             raise ValueError(
@@ -169,6 +178,17 @@ class Samples:
                 f"same key with each batch."
             )
         return found
+
+
+def exact_products() -> contextlib.AbstractContextManager[Any]:
+    """The context of what others are compared with: float32 products are not rounded in it."""
+    return jax.default_matmul_precision("highest")
+
+
+def are_products_rounded() -> bool:
+    """Whether this device rounds the operands of float32 products, unless it is told not to."""
+    x = jnp.linspace(1, 2, 256 * 256).reshape(256, 256)
+    return bool(jnp.any(jnp.dot(x, x) != jnp.dot(x, x, precision="highest")))
 
 
 def largest_exponent(fits: Callable[[int], bool], last: int = FIRST_EXPONENT) -> int:

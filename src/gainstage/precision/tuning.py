@@ -28,6 +28,7 @@ from gainstage.precision.plan import DTYPES, FLOAT8, Operation, Plan, operations
 from gainstage.precision.samples import (
     MIN_BATCHES,
     Samples,
+    exact_products,
     is_finite,
     largest_exponent,
     samples_of,
@@ -305,8 +306,9 @@ class _Tuner:
             measured(*self._samples.args(arrays))
 
         program = jax.jit(ranges)
-        for arrays in self._samples.arrays:
-            program(arrays)
+        with exact_products():
+            for arrays in self._samples.arrays:
+                program(arrays)
         jax.effects_barrier()
 
     def _switched(self) -> Callable[..., list[Any]]:
@@ -320,7 +322,8 @@ class _Tuner:
         program = jax.jit(compiled)
 
         def run(switches: np.ndarray, scale: jax.Array, number: int) -> list[Any]:
-            return jax.device_get(program(switches, scale, self._samples.arrays[number]))
+            with exact_products():
+                return jax.device_get(program(switches, scale, self._samples.arrays[number]))
 
         return run
 

@@ -5,7 +5,7 @@ import dataclasses
 import enum
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -232,13 +232,16 @@ def _context(half: str | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if half is None else HALF("" if IS_KEPT.value else half)
 
 
-def as_written(eqn: JaxprEqn, values: Sequence[Retraced]) -> list[Retraced]:
-    """The results of an operation in the dtypes that it has in the program."""
+def as_written(
+    eqn: JaxprEqn, values: Sequence[Retraced], params: Mapping[str, Any] | None = None
+) -> list[Retraced]:
+    """The results of an operation in the dtypes that it has in the program, perhaps with other
+    parameters."""
     if jaxprs.is_kernel(eqn):
         found = of_kernel(eqn, values, is_half=False)
         return [settled(v, var.aval) for v, var in zip(found, eqn.outvars, strict=True)]
     settled_values = (settled(v, var.aval).x for v, var in zip(values, eqn.invars, strict=True))
-    return [Retraced(x) for x in jaxprs.bind_shared(eqn, list(settled_values))]
+    return [Retraced(x) for x in jaxprs.bind_shared(eqn, list(settled_values), params)]
 
 
 def of_kernel(eqn: JaxprEqn, values: Sequence[Retraced], is_half: bool = True) -> list[Retraced]:
