@@ -23,6 +23,7 @@ NEEDS = {
     "optax-loops": ["equinox", "flax"],
     "sharded-optimizers": ["orbax.checkpoint"],
     "autocast": ["flax"],
+    "kernels": ["equinox", "flax"],
 }
 
 
