@@ -46,11 +46,11 @@ def _backward(q, k, v, bias, *others, scale, mask_type, variadic_args, **_):
 
 def use(monkeypatch):
     """Lets `jax.nn.dot_product_attention(implementation="cudnn")` run on a CPU."""
+    around = fused._dot_product_attention_fwd_p_wrapper, fused._dot_product_attention_bwd_p_wrapper
     parts = {
         fused._dot_product_attention_fwd_p: _forward,
         fused._dot_product_attention_bwd_p: _backward,
-        fused._dot_product_attention_fwd_p_wrapper: fused._dot_product_attention_fwd_impl,
-        fused._dot_product_attention_bwd_p_wrapper: fused._dot_product_attention_bwd_impl,
+        **{primitive: primitive.impl for primitive in around},
     }
     for primitive, function in parts.items():
         rule = mlir.lower_fun(function, multiple_results=True)

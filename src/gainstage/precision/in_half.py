@@ -70,8 +70,7 @@ def in_half(kernel: Callable[P, R], *, float32: Callable[P, R] | None = None) ->
             except Exception as error:
                 explain_float32(error)
                 raise
-        with jax.named_scope(jaxprs.KERNEL):
-            return _both(kernel, wide, (args, kwargs))
+        return _both(kernel, wide, (args, kwargs))
 
     return chosen
 
@@ -123,8 +122,9 @@ def _both(kernel: Callable[..., R], wide: Callable[..., R], arguments: Any) -> R
             return found
         return in_half_precision(*xs)  # a kernel that refuses float32, and nothing in its place
 
-    # `cond` traces its first program first. Its index is a number, so XLA never sees both.
-    return jax.lax.cond(True, in_float32, in_half_precision, *operands)
+    # `cond` traces its first program first. With `jax.disable_jit` it would compute that at once.
+    with jax.named_scope(jaxprs.KERNEL), jax.disable_jit(False):
+        return jax.lax.cond(True, in_float32, in_half_precision, *operands)
 
 
 class _Results(NamedTuple):
