@@ -26,6 +26,7 @@ from gainstage.precision.advice import advise
 from gainstage.precision.autocast import autocast, keep_float32
 from gainstage.precision.in_half import in_half
 from gainstage.rules import AdaptiveLossScale, DynamicLossScale, FixedLossScale, LossScale
+from gainstage.transforms.audit import audit
 from gainstage.transforms.lint import lint
 from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.train_state import TrainState
@@ -75,6 +76,7 @@ __all__ = [
     "LossScale",
     "TrainState",
     "advise",
+    "audit",
     "autocast",
     "in_half",
     "keep_float32",

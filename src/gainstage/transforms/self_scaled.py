@@ -20,7 +20,7 @@ from gainstage._scaling.retry_loop import BACKOFF, Attempt, try_again
 from gainstage._variables.sharding import on_all_devices, varying_like
 from gainstage._variables.types import P, PyTree, R
 from gainstage.transforms.marks import marked
-from gainstage.transforms.retrace import traced
+from gainstage.transforms.retrace import IS_KEPT, traced
 
 
 def self_scaled(
@@ -78,6 +78,8 @@ def self_scaled(
 
     def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
         nonlocal warned
+        if IS_KEPT.value:  # all of it is in float32, which needs no scale
+            return jaxprs.interpret(program, arrays, lambda eqn, xs, _: jaxprs.bind_shared(eqn, xs))
         halves = [x for x in arrays if is_differentiated(x) and x.dtype == jnp.float16]
         if halves and not warned:
             warned = True

@@ -32,6 +32,8 @@ from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import divided_state
 from gainstage.rules.loss_scale import LossScale
 from gainstage.transforms import models, nnx_objects
+from gainstage.transforms.audit import BOUNDS, Audit, Sides, check_cast, checked_bounds
+from gainstage.transforms.audited_run import AuditedRun, Audits
 from gainstage.transforms.loss_scaled import transformation_of
 from gainstage.transforms.loss_scaled_state import (
     LossScaledState,
@@ -66,6 +68,8 @@ def train_step(
     using: Using | None = ...,
     donate: bool = True,
     retries: int = 0,
+    audit_every: int | None = None,
+    audit_bounds: Sequence[float] = BOUNDS,
 ) -> "TrainStep[()]": ...
 
 
@@ -77,6 +81,8 @@ def train_step(
     using: Using | None = ...,
     donate: bool = True,
     retries: int = 0,
+    audit_every: int | None = None,
+    audit_bounds: Sequence[float] = BOUNDS,
 ) -> "TrainStep[Aux]": ...
 
 
@@ -88,6 +94,8 @@ def train_step(
     using: Using | None = ...,
     donate: bool = True,
     retries: int = 0,
+    audit_every: int | None = None,
+    audit_bounds: Sequence[float] = BOUNDS,
 ) -> "TrainStep[Aux]": ...
 
 
@@ -99,6 +107,8 @@ def train_step(
     using: Using | None = ...,
     donate: bool = True,
     retries: int = 0,
+    audit_every: int | None = None,
+    audit_bounds: Sequence[float] = BOUNDS,
 ) -> "TrainStep[Any]": ...
 
 
@@ -110,6 +120,8 @@ def train_step(
     using: Using | None = ...,
     donate: bool = True,
     retries: int = 0,
+    audit_every: int | None = None,
+    audit_bounds: Sequence[float] = BOUNDS,
 ) -> "TrainStep[*tuple[Any, ...]]": ...
 
 
@@ -120,6 +132,8 @@ def train_step(
     using: Using | None = None,
     donate: bool = True,
     retries: int = 0,
+    audit_every: int | None = None,
+    audit_bounds: Sequence[float] = BOUNDS,
 ) -> Any:
     """A compiled train step: scaled loss, gradients, check, update.
 
@@ -145,6 +159,16 @@ def train_step(
             the loss is not finite, or the rule keeps its scale. If none is applied, the scale is
             that after one skipped step. The telemetry counts `retried_steps`. No copy of parameters
             or batch is made for it. With retries, the host reads one bit at each step on a GPU.
+        audit_every: an integer >= 1: the first step, and then each that many, is compared with
+            float32 before it is taken, as by `gainstage.audit`; None for no audits. It is a program
+            of its own, so other steps are what they are without it, and no step waits for a result.
+            The first error past the bounds is a warning at a later step, with the name of the
+            tensor. `step.audit` is the audit of the last step, or None; `step.audits` has their
+            `count`, the mean difference of the loss (`bias`) and its `spread`, and the `last`.
+            `loss_fn` must be from `autocast`. If float32 does not fit into memory, half, a quarter
+            or an eighth of the batch is used.
+        audit_bounds: the largest errors of the loss, of all gradients together and of one tensor,
+            by default 1 %, 10 % and 50 %: three numbers > 0.
 
     Returns:
         A function `step(state, *batch)` that returns the new `TrainState`, the true loss in
@@ -153,10 +177,11 @@ def train_step(
 
     Raises:
         TypeError: `loss_fn` is not callable, or has a `loss_scale` of its own, `donate` is not a
-            bool, or `retries` not a number; from `step`, the first argument is no `TrainState`, or
-            the loss or a parameter no array.
-        ValueError: `retries` is not an integer >= 0; from `step`, a transformation around
-            `loss_scaled` could hide an overflow.
+            bool, or `retries` or `audit_every` not a number; from `step`, the first argument is no
+            `TrainState`, or the loss or a parameter no array.
+        ValueError: `retries` is not an integer >= 0, `audit_every` none >= 1, or `audit_bounds` are
+            out of range; `audit_every` is given, and `loss_fn` is not from `autocast`; from `step`,
+            a transformation around `loss_scaled` could hide an overflow.
 
     Examples:
         >>> import gainstage as gs
@@ -182,7 +207,13 @@ def train_step(
     refuse_self_scaled(loss_fn, "train_step")
     donates, has_aux = checks.flag("donate", donate), checks.flag("has_aux", has_aux)
     retries = checks.integer("retries", retries, low=0)
-    found: Any = TrainStep(_Options(loss_fn, has_aux, using, donates, retries))
+    bounds = checked_bounds("audit_bounds", audit_bounds)
+    audits = None
+    if audit_every is not None:
+        every = checks.integer("audit_every", audit_every, low=1)
+        check_cast("loss_fn", loss_fn, "train_step(gs.autocast(loss_fn), audit_every=...)")
+        audits = AuditedRun(Sides(loss_fn, has_aux, using), every, bounds)
+    found: Any = TrainStep(_Options(loss_fn, has_aux, using, donates, retries), audits)
     return found
 
 
@@ -199,8 +230,8 @@ class _Options(NamedTuple):
 class TrainStep(Generic[*More]):
     """The compiled step that `train_step` returns."""
 
-    def __init__(self, options: _Options):
-        self._options = options
+    def __init__(self, options: _Options, audits: AuditedRun | None):
+        self._options, self._audits = options, audits
         self._compiled: dict[Any, _CompiledStep] = {}  # by transformation
 
     def __call__(
@@ -238,8 +269,18 @@ class TrainStep(Generic[*More]):
             )
         key = key_of(state.tx)
         if key not in self._compiled:
-            self._compiled[key] = _CompiledStep(self._options, state.tx)
+            self._compiled[key] = _CompiledStep(self._options, state.tx, self._audits)
         return self._compiled[key]
+
+    @property
+    def audit(self) -> Audit | None:
+        """The audit of the last step, with `audit_every`; None if it was not audited."""
+        return None if self._audits is None else self._audits.current
+
+    @property
+    def audits(self) -> Audits:
+        """The audits so far, with `audit_every`, as far as they are ready."""
+        return Audits() if self._audits is None else self._audits.found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,11 +361,16 @@ _KINDS = (*ARRAYS, jax.ShapeDtypeStruct)
 class _CompiledStep:
     """The compiled step of all states with one transformation."""
 
-    def __init__(self, options: _Options, tx: optax.GradientTransformationExtraArgs):
+    def __init__(
+        self,
+        options: _Options,
+        tx: optax.GradientTransformationExtraArgs,
+        audits: AuditedRun | None,
+    ):
         scaled = transformation_of(tx)  # None for one of another library
         self.options = options
         self._loss_fn, self._has_aux, self._using, self._donates, self._retries = options
-        self._tx = tx
+        self._tx, self._audits = tx, audits
         if self._retries and scaled and scaled.is_fixed:
             warn(NO_RETRY)
         self._over = scaled.over if scaled else ()  # the mesh axes of `shard_state_over`
@@ -340,6 +386,8 @@ class _CompiledStep:
         self._watch.look(lambda: _scale_in(opt_state))
         donates = self._donates and not reruns() and not inside
         try:
+            if self._audits is not None:
+                self._audits.before(state, batch, _scale_in(opt_state), inside)
             known = None if inside else self._known(state, batch, donates)
             program, arrays = known or self._prepared(state, batch, donates, inside)
             arrays, loss, *aux, changed = program.run(*arrays, *batch)

@@ -1,0 +1,463 @@
+"""Audits: the loss and gradients of a step in half precision, beside those in float32."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from gainstage._base import checks
+from gainstage._base.arrays import Static, joined, partition
+from gainstage._base.checks import as_power
+from gainstage._scaling import gradients
+from gainstage._variables.types import PyTree, Scalar, Using
+from gainstage.transforms import models, nnx_objects
+from gainstage.transforms.nnx_objects import Graph, partition_model
+from gainstage.transforms.retrace import IS_KEPT
+from gainstage.transforms.train_state import TrainState, with_parts
+from gainstage.transforms.value_and_grad import scaled_value_and_grad
+
+# The largest errors that are within the bounds: of the loss, of all gradients together, and of the
+# gradient of one tensor.
+BOUNDS = 0.01, 0.1, 0.5
+COUNTS = 1e-3  # a tensor counts if its gradient has this share of the norm of all
+SAME_LOSS = 1e-3  # the largest relative difference of two losses of one batch
+PARTS = 2, 4, 8  # of the batch, where the float32 side does not fit into memory
+XRAY_IT = (
+    "gs.xray(loss_fn, state, *batch) on such a batch names the operation: put it into `with "
+    "gs.keep_float32():`. Or measure a plan at these weights, with recent batches: "
+    "gs.autocast(float32_loss_fn, gs.precision.tune(float32_loss_fn, state.params, batches))."
+)
+NOT_LINEAR = (
+    " The loss itself is right, so look at its backward pass too: a jax.custom_vjp that clips, "
+    "normalises or takes the sign of its cotangents depends on the loss scale, which "
+    "gs.lint(step, state, *batch) finds; a gradient inside of the loss needs a scale of its own."
+)
+
+
+class Measured(NamedTuple):
+    """What an audit measures: float32 scalars."""
+
+    loss: Any  # in half precision
+    float32_loss: Any
+    difference: Any  # of the losses, relative to that in float32
+    is_rounding: Any  # whether rounding the parameters once explains that difference
+    gradient_error: Any  # of all gradients together, relative to their norm in float32
+    worst_error: Any  # the largest error of a tensor that counts
+    worst_index: Any
+    is_finite: Any  # whether loss and gradients are finite in half precision
+    is_float32_finite: Any
+    is_alike: Any  # whether two float32 losses of the batch agree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Audit:
+    """How far loss and gradients in half precision are off those in float32; `print` it.
+
+    It is a pytree, so a compiled function may return it. To read an attribute is to wait for it.
+
+    Args:
+        numbers: what was measured, one float32 array.
+        step: the `step` of the state, None if there was no state.
+        scale: the loss scale.
+        names: the names of the gradients.
+        bounds: the largest errors of the loss, of all gradients together and of one tensor that
+            are `ok`.
+        part: it used the first `1 / part` of the batch, because the whole did not fit into memory.
+    """
+
+    numbers: Any
+    step: Any
+    scale: Any
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    bounds: tuple[float, float, float] = dataclasses.field(
+        default=BOUNDS, metadata={"static": True}
+    )
+    part: int = dataclasses.field(default=1, metadata={"static": True})
+
+    @functools.cached_property
+    def measured(self) -> Measured:
+        """All that was measured, as Python numbers."""
+        return Measured(*jax.device_get(self.numbers).tolist())
+
+    @property
+    def loss(self) -> float:
+        """The loss in half precision."""
+        return self.measured.loss
+
+    @property
+    def float32_loss(self) -> float:
+        """The loss in float32."""
+        return self.measured.float32_loss
+
+    @property
+    def loss_difference(self) -> float:
+        """The loss in half precision minus that in float32, relative to the latter."""
+        return self.measured.difference
+
+    @property
+    def loss_error(self) -> float:
+        """The absolute value of `loss_difference`."""
+        return abs(self.loss_difference)
+
+    @property
+    def gradient_error(self) -> float:
+        """The norm of the error of all gradients, relative to their norm in float32; inf if a
+        gradient overflows in half precision."""
+        return self.measured.gradient_error
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The tensor with the largest relative error of its gradient: its name and that error.
+        Tensors with less than a thousandth of the norm of all gradients do not count."""
+        return self.names[int(self.measured.worst_index)], self.measured.worst_error
+
+    @property
+    def ok(self) -> bool:
+        """Whether all errors are within the bounds."""
+        return self.is_comparable and self._is_finite and not self._is_past
+
+    @property
+    def is_off(self) -> bool:
+        """Whether half precision is at fault: an error is past its bound, or the loss itself
+        overflows. After a gradient that overflows the loss scale falls, which is no fault."""
+        if not self.is_comparable:
+            return False
+        return self._is_past if self._is_finite else not math.isfinite(self.loss)
+
+    @property
+    def overflows(self) -> bool:
+        """Whether only the gradients overflow, at this loss scale: the step is skipped."""
+        return self.is_comparable and not self._is_finite and not self.is_off
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether there is a float32 reference: it is finite, and the same in two calls."""
+        return bool(self.measured.is_float32_finite and self.measured.is_alike)
+
+    @property
+    def _is_finite(self) -> bool:
+        return bool(self.measured.is_finite)
+
+    @property
+    def _is_past(self) -> bool:
+        of_loss, of_all, of_tensor = self.bounds
+        is_loss_off = self.loss_error > of_loss and not self.measured.is_rounding
+        return is_loss_off or self.gradient_error > of_all or self.worst[1] > of_tensor
+
+    @property
+    def _said(self) -> str:
+        """What was found, as text."""
+        loss, exact = self.measured[:2]
+        if not self.measured.is_float32_finite:
+            return (
+                f"loss or gradients are not finite in float32 either (the loss is {exact:.4g}), so "
+                f"it is not the precision: look at the data and the weights."
+            )
+        if not self.measured.is_alike:
+            return (
+                "two float32 calls of the loss with the same batch return different losses, so "
+                "there is nothing to compare with. Draw random numbers from a key in the batch or "
+                "the state, and leave out what changes from call to call."
+            )
+        if self.overflows:
+            scale = as_power(float(jax.device_get(self.scale)))
+            return (
+                f"a gradient overflows at the loss scale {scale}, so the step is skipped and the "
+                f"scale falls. Audit the next step."
+            )
+        if not self._is_finite:
+            return (
+                f"the loss is {loss:.4g} in half precision, and {exact:.4g} in float32: a number "
+                f"overflows before the backward pass, which no loss scale mends. {XRAY_IT}"
+            )
+        name, error = self.worst
+        errors = (
+            f"the loss is off by {_percent(self.loss_error)} from float32, all gradients by "
+            f"{_percent(self.gradient_error)}, the worst tensor {name!r} by {_percent(error)}"
+        )
+        if self.ok:
+            return f"{errors}, within the bounds."
+        is_backward = self.loss_error <= self.bounds[0]
+        return (
+            f"{errors}, past the bounds of {', '.join(map(_percent, self.bounds))}. {XRAY_IT}"
+            f"{NOT_LINEAR if is_backward else ''}"
+        )
+
+    def record(self) -> dict[str, float | str]:
+        """The numbers by name, for a recording; `audit_tensor` is the name of the worst tensor."""
+        return {
+            "audit_loss_error": self.loss_error,
+            "audit_gradient_error": self.gradient_error,
+            "audit_tensor_error": self.worst[1],
+            "audit_tensor": self.worst[0],
+            "audit_ok": self.ok,
+        }
+
+    def __str__(self) -> str:
+        when = "Audit" if self.step is None else f"Audit of step {int(jax.device_get(self.step))}"
+        when += f" on 1/{self.part} of the batch" if self.part > 1 else ""
+        return f"{when}: {self._said}"
+
+    __repr__ = __str__
+
+
+def audit(
+    fun: Callable[..., Any],
+    *args: PyTree,
+    scale: Scalar | None = None,
+    has_aux: bool = False,
+    using: Using | None = None,
+    bounds: Sequence[float] = BOUNDS,
+) -> Audit:
+    """Compares the loss and gradients of a batch in half precision with those in float32.
+
+    Rules and plans say what is safe in general and at one point of training; an audit measures it
+    on this batch at these weights. The float32 side is the function as it was written, in true
+    float32 on a GPU too, and without a loss scale. `train_step(loss_fn, audit_every=1000)` does so
+    in a run; this is for loops of your own. Nothing that the function changes is changed.
+
+    Args:
+        fun: what `autocast` returned for a loss. Create it once: an audit is compiled for each.
+        *args: a `TrainState` and the batch, or the parameters and the batch.
+        scale: the loss scale, > 0; needed unless there is a `TrainState`, or `fun` has a
+            `loss_scale` of its own.
+        has_aux: whether `fun` returns aux.
+        using: the function that differentiates, by default as for `gainstage.value_and_grad`.
+        bounds: the largest errors of the loss, of all gradients together, and of the gradient of
+            one tensor that are `ok`: three numbers > 0, `math.inf` for no bound.
+
+    Returns:
+        An `Audit` with `loss_error`, `gradient_error`, `worst` and `ok`; `print` it. Its numbers
+        stay on the device until they are read.
+
+    Raises:
+        TypeError: there is neither a state nor a scale, or the loss is not a scalar.
+        ValueError: `fun` is not from `autocast`, or `scale` or `bounds` are out of range.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> import jax, jax.numpy as jnp
+        >>> def loss_fn(w, x, y):
+        ...     return jnp.mean((x @ w + 300.0 - y) ** 2)
+        >>> half = gs.autocast(loss_fn)
+        >>> x = jax.random.normal(jax.random.key(0), (64, 8))
+        >>> y = x @ jnp.ones(8) + 300.0
+        >>> print(gs.audit(half, jnp.zeros(8), x, y, scale=2.0**10).ok)
+        True
+
+    Source: Micikevicius et al., 2018, arXiv:1710.03740, for float32 as the reference.
+    """
+    check_cast("fun", fun, "gs.audit(gs.autocast(fun), ...)")
+    state = args[0] if args and isinstance(args[0], TrainState) else None
+    if state is not None:
+        scale = state.loss_scale if scale is None else scale
+    elif scale is None and getattr(fun, "is_self_scaled", False):
+        scale = 1.0
+    if scale is None or not args:
+        raise TypeError(
+            "Expected a TrainState, or parameters and a scale; got neither. Write gainstage.audit("
+            "fun, state, *batch), or gainstage.audit(fun, params, *batch, scale=scale)."
+        )
+    if not isinstance(scale, jax.Array):
+        scale = checks.loss_scale("scale", scale)
+    checked = checked_bounds("bounds", bounds)
+    params, extra = (args[0], None) if state is None else (state.params, state.extra)
+    sides = Sides(fun, checks.flag("has_aux", has_aux), using)
+    step = None if state is None else state.step
+    given = params, extra, args[1:], scale, step, checked
+    for part in (1, *PARTS):
+        try:
+            return of_batch(_compiled, sides, given, part)
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error) or part == PARTS[-1] or not shares_axis(args[1:]):
+                raise
+    raise AssertionError  # the last part has returned or raised
+
+
+def check_cast(name: str, fun: Any, advice: str) -> None:
+    """Raises a ValueError for a function that has no half precision to compare with float32."""
+    if not callable(fun):
+        raise TypeError(f"Expected a function for {name}; got {checks.brief(fun)}.")
+    if not any(hasattr(each, "autocast_plan") for each in _wrapped(fun)):
+        raise ValueError(
+            f"Expected a loss that gainstage.autocast returned for {name}, as an audit compares it "
+            f"with the same function in float32; got {checks.brief(fun)}. Write {advice}."
+        )
+
+
+def _wrapped(fun: Any) -> Iterator[Any]:
+    """A function, and those that it was made of by `functools.partial` and `functools.wraps`."""
+    while fun is not None:
+        yield fun
+        fun = getattr(fun, "func", None) or getattr(fun, "__wrapped__", None)
+
+
+def checked_bounds(name: str, bounds: Sequence[float]) -> tuple[float, float, float]:
+    """The bounds, if they are three numbers > 0."""
+    try:
+        of_loss, of_all, of_tensor = bounds
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"Expected three numbers for {name}, the largest errors of the loss, of all gradients "
+            f"and of a tensor, such as {BOUNDS}; got {bounds!r}."
+        ) from None
+    low, mid, high = (
+        math.inf if each == math.inf else checks.real(name, each, above=0.0)
+        for each in (of_loss, of_all, of_tensor)
+    )
+    return low, mid, high
+
+
+class Sides(NamedTuple):
+    """What is compared: a loss under autocast, and how it is differentiated."""
+
+    loss_fn: Callable[..., Any]
+    has_aux: bool
+    using: Using | None
+
+    @property
+    def rounding(self) -> float:
+        """The largest relative error of rounding a number to half precision once."""
+        plan = next(e.autocast_plan for e in _wrapped(self.loss_fn) if hasattr(e, "autocast_plan"))
+        dtype = getattr(plan, "dtype", plan)
+        return float(jnp.finfo("bfloat16" if dtype == "bfloat16" else "float16").eps) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Parameters and extra of a state, without their arrays."""
+
+    model: Static | Graph
+    count: int  # of the arrays of the model
+    extra: Static
+
+    def combine(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
+        """The parameters and the extra with these arrays: new objects at each call."""
+        return self.model.combine(arrays[: self.count]), self.extra.combine(arrays[self.count :])
+
+
+def of_batch(
+    compiled: Callable[..., Any],
+    sides: Sides,
+    given: tuple[PyTree, PyTree, PyTree, ArrayLike, Any, tuple[float, float, float]],
+    part: int,
+) -> Audit:
+    """The audit of a batch.
+
+    Args:
+        compiled: what `compiled_audit` returned.
+        sides: what is compared.
+        given: the parameters, the extra, the batch, the loss scale, the step and the bounds.
+        part: use the first `1 / part` of the batch.
+    """
+    params, extra, batch, scale, step, bounds = given
+    arrays, model = partition_model(params)
+    more, rest = partition(extra)
+    split = Split(model, len(arrays), rest)
+    found = compiled(sides, split, part, [*arrays, *more], batch, jnp.float32(scale))
+    return dataclasses.replace(found, step=step, bounds=bounds)
+
+
+def compiled_audit() -> Callable[..., Any]:
+    """A function `(sides, split, part, arrays, batch, scale) -> Audit`, with a cache of its own."""
+    return jax.jit(functools.partial(_compare), static_argnums=(0, 1, 2))
+
+
+def shares_axis(batch: PyTree) -> bool:
+    """Whether all arrays of a batch have a leading axis of one size, which has an eighth."""
+    sizes = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
+    return len(sizes) == 1 and min(sizes) >= PARTS[-1]
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that there is not enough memory."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _compare(
+    sides: Sides, split: Split, part: int, arrays: list[Any], batch: PyTree, scale: jax.Array
+) -> Audit:
+    if part > 1:
+        batch = jax.tree.map(lambda x: x[: len(x) // part] if jnp.ndim(x) else x, batch)
+
+    def call() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The loss, and arguments that nothing else changes."""
+        params, extra = split.combine(arrays)
+        own = [] if extra is None else [extra]
+        fresh = jax.tree.map(lambda x: x, batch) if nnx_objects.nodes_in(batch) else batch
+        return with_parts(sides.loss_fn, extra is not None, sides.has_aux), (params, *own, *fresh)
+
+    def side(scale: jax.Array) -> tuple[jax.Array, PyTree, PyTree]:
+        loss_fn, given = call()
+        differentiate = scaled_value_and_grad(loss_fn, scale, True, sides.using, given)
+        (_, (loss, _)), grads = differentiate(*given)
+        return loss, gradients.unscale(grads, scale), models.chosen(given[0], grads)
+
+    # The loss as it was written: autocast changes nothing in `IS_KEPT`, at any depth of calls, and
+    # no product is rounded to TF32 or bfloat16.
+    with IS_KEPT(True), jax.default_matmul_precision("highest"):
+        exact, true, params = side(jnp.float32(1.0))
+        loss_fn, given = call()
+        again = gradients.upcast(loss_fn(*given)[0])  # XLA computes it once, if it is the same
+    loss, grads, _ = side(scale)
+
+    named = [
+        (joined(path) if joined(path)[:1].isalpha() else joined(path, "params"), g, t, w)
+        for (path, t), g, w in zip(
+            jax.tree_util.tree_flatten_with_path(true)[0],
+            jax.tree.leaves(grads),
+            jax.tree.leaves(params),
+            strict=True,
+        )
+        if jnp.issubdtype(t.dtype, jnp.inexact)
+    ]
+    if not named:
+        raise TypeError(f"Expected floating parameters; got {checks.brief(params)}.")
+    size = functools.reduce(jnp.maximum, (jnp.abs(t).max(initial=0.0) for _, _, t, _ in named))
+    unit = jnp.where(size > 0, size, 1.0)  # squares of gradients neither overflow nor vanish
+
+    def square(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(jnp.abs(x / unit)), dtype=jnp.float32)
+
+    norms = jnp.stack([square(t) for _, _, t, _ in named])
+    errors = jnp.stack([square(g - t) for _, g, t, _ in named])
+    counts = norms >= COUNTS**2 * norms.sum()
+    each = jnp.where(counts & (errors > 0), jnp.sqrt(errors / norms), 0.0)
+    worst = jnp.argmax(each)
+    # The largest change of the loss, to first order, by rounding each parameter once.
+    slack = sides.rounding * sum(jnp.sum(jnp.abs(t * w), dtype=jnp.float32) for *_, t, w in named)
+    off, half = loss - exact, (loss, *(g for _, g, *_ in named))
+    true_finite = jnp.isfinite(exact) & jnp.isfinite(norms).all()
+    found = Measured(
+        loss=loss,
+        float32_loss=exact,
+        difference=_ratio(off, jnp.abs(exact)),
+        is_rounding=jnp.abs(off) <= slack,
+        gradient_error=jnp.sqrt(_ratio(errors.sum(), norms.sum())),
+        worst_error=each[worst],
+        worst_index=worst,
+        is_finite=jnp.stack([jnp.isfinite(x).all() for x in half]).all(),
+        is_float32_finite=true_finite,
+        is_alike=jnp.abs(again - exact) <= SAME_LOSS * jnp.abs(exact) + slack,
+    )
+    numbers = jnp.stack([jnp.asarray(number, jnp.float32) for number in found])
+    return Audit(numbers, None, scale, tuple(name for name, *_ in named), part=part)
+
+
+def _ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
+    """A quotient; 0 where both are 0."""
+    return jnp.where(part == 0, 0.0, part / jnp.where(part == 0, 1.0, whole))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
+
+
+_compiled = compiled_audit()  # of all functions that `audit` is given

@@ -1,0 +1,145 @@
+"""The audits of a run: when one is due, and what is said of it once it is ready."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from gainstage._base.warn import warn
+from gainstage._variables.types import PyTree
+from gainstage.transforms.audit import (
+    PARTS,
+    Audit,
+    Sides,
+    compiled_audit,
+    is_out_of_memory,
+    of_batch,
+    shares_axis,
+)
+from gainstage.transforms.train_state import TrainState
+
+_INSIDE = (
+    "train_step(audit_every=...) audits nothing inside of jax.jit, jax.lax.scan or jax.shard_map, "
+    "where each step would have to hold the audit. Call the step outside of them, or call "
+    "gainstage.audit(loss_fn, state, *batch) between the steps."
+)
+_LEFT_OUT = (
+    "The audits of this run are left out: the loss in float32 does not fit into memory, {why}. "
+    "gainstage.audit(loss_fn, state, *batch) with a smaller batch does one."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Audits:
+    """The audits of a run so far, as far as they are ready.
+
+    Args:
+        count: the number of those that compared half precision with float32.
+        bias: the mean of `loss_difference`.
+        spread: its standard deviation.
+        last: the last of them.
+    """
+
+    count: int = 0
+    bias: float = 0.0
+    spread: float = 0.0
+    last: Audit | None = None
+
+
+class AuditedRun:
+    """Audits steps of a run, before they are taken, and never waits for a result.
+
+    Args:
+        sides: what is compared.
+        every: the number of steps between audits.
+        bounds: as for `audit`.
+    """
+
+    def __init__(self, sides: Sides, every: int, bounds: tuple[float, float, float]) -> None:
+        self._sides, self._every, self._bounds = sides, every, bounds
+        self._compiled = compiled_audit()
+        self._part = 1  # of the batch that is used; 0 if audits are left out
+        self._next, self._count = 0, 0  # steps
+        self._soon = 1  # steps until an audit is taken again whose gradients overflowed
+        self._waiting: list[Audit] = []
+        self._squares = 0.0  # of the distances of loss differences to their mean
+        self._told = set[str]()  # the kinds of warnings
+        self.found = Audits()
+        self.current: Audit | None = None  # that of the last step
+
+    def before(self, state: TrainState[Any], batch: PyTree, scale: Any, inside: bool) -> None:
+        """Audits a step before it is taken, if one is due.
+
+        Args:
+            state, batch: the arguments of the step.
+            scale: the loss scale.
+            inside: whether it is traced.
+        """
+        if inside:
+            self._tell("inside", _INSIDE)
+            return
+        self.current = None
+        if self._waiting:
+            self._look()
+        if self._count >= self._next and self._part:
+            self._next = self._count + self._every
+            self.current = self._audited(state, batch, scale)
+            self._waiting += [self.current] if self.current is not None else []
+        self._count += 1
+
+    def _audited(self, state: TrainState[Any], batch: PyTree, scale: Any) -> Audit | None:
+        """The audit of a batch, or of a part of it that fits into memory."""
+        given = state.params, state.extra, batch, scale, state.step, self._bounds
+        while self._part:
+            try:
+                return of_batch(self._compiled, self._sides, given, self._part)
+            except Exception as error:
+                if self._part == 1 and not is_out_of_memory(error):
+                    raise  # which the step would raise too
+                self._shrink(shares_axis(batch))
+        return None
+
+    def _shrink(self, shares: bool) -> None:
+        """Goes on with a smaller part of the batch, or without audits."""
+        smaller = [part for part in PARTS if part > self._part] if shares else []
+        self._part = smaller[0] if smaller else 0
+        if not self._part:
+            why = f"nor does an audit of 1/{PARTS[-1]} of the batch" if shares else (
+                "and the arrays of the batch have no leading axis in common, of which to take a "
+                "part"
+            )  # fmt: skip
+            self._tell("memory", _LEFT_OUT.format(why=why))
+
+    def _look(self) -> None:
+        """Reads the audits that are ready."""
+        while self._waiting and self._waiting[0].numbers.is_ready():
+            audit = self._waiting.pop(0)
+            try:
+                self._read(audit)
+            except jax.errors.JaxRuntimeError as error:  # of a program that ran out of memory
+                if not is_out_of_memory(error):
+                    raise
+                self._shrink(shares=True)
+
+    def _read(self, audit: Audit) -> None:
+        if audit.overflows:
+            # Whether a result is ready differs between processes, which must agree.
+            if jax.process_count() == 1 and self._soon < self._every:
+                self._next, self._soon = self._count + self._soon, 2 * self._soon
+            return
+        self._soon = 1
+        if audit.is_comparable and math.isfinite(audit.loss_difference):
+            count, mean = self.found.count + 1, self.found.bias
+            off = audit.loss_difference - mean
+            mean += off / count
+            self._squares += off * (audit.loss_difference - mean)
+            self.found = Audits(count, mean, math.sqrt(self._squares / count), audit)
+        if not audit.ok:
+            self._tell("off" if audit.is_off else "reference", str(audit))
+
+    def _tell(self, kind: str, message: str) -> None:
+        """Warns once of each kind."""
+        if kind not in self._told:
+            self._told.add(kind)
+            warn(message)

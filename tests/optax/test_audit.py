@@ -1,0 +1,698 @@
+"""`audit` and `train_step(audit_every=...)`: a run compares itself with float32."""
+
+import functools
+import math
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compilations import compilations
+from jax.scipy.ndimage import map_coordinates
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gainstage as gs
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((64, 8), np.float32)
+Y = np.tanh(X @ RNG.standard_normal((8, 2), np.float32)) + np.float32(1.0)
+PARAMS = {
+    "first": {"kernel": RNG.standard_normal((8, 16), np.float32) / 3, "bias": np.zeros(16, "f")},
+    "last": RNG.standard_normal((16, 2), np.float32) / 4,
+}
+
+
+def loss_fn(params, x, y):
+    first = params["first"]
+    return jnp.mean((jnp.tanh(x @ first["kernel"] + first["bias"]) @ params["last"] - y) ** 2)
+
+
+@jax.custom_vjp
+def signed(x):
+    """The identity; its backward pass returns the sign of the cotangent, as no loss scale may."""
+    return x
+
+
+signed.defvjp(lambda x: (x, None), lambda _, g: (jnp.sign(g) * 1e-3,))
+
+
+def sign_loss(params, x, y):
+    """A loss whose gradient does not grow with the loss scale."""
+    hidden = signed(jnp.tanh(x @ params["first"]["kernel"] + params["first"]["bias"]))
+    return jnp.mean((hidden @ params["last"] - y) ** 2)
+
+
+def offset_loss(params, x, y):
+    """A regression onto numbers around 288, with a weight for a constant input."""
+    return jnp.mean((x @ params["w"] - y) ** 2)
+
+
+KELVIN = np.concatenate([X[:, :3], np.ones((64, 1), "f")], 1)
+WARMTH = 288 + 0.3 * np.tanh(X[:, :1])
+OFFSET = {"w": np.float32([[0.1], [0.0], [0.0], [288.1]])}
+
+
+def state_of(params=PARAMS, tx=None, **options):
+    params = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, params)
+    return gs.TrainState.create(params, tx or optax.adam(1e-2), **options)
+
+
+def trained(step, state, steps, *batch):
+    """The state after some steps, and the warnings of the run."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            state, *_ = step(state, *batch)
+            jax.block_until_ready(step.audit and step.audit.numbers)
+    return state, [str(w.message) for w in told if "Audit" in str(w.message)]
+
+
+def errors_in_float64(half, fun, params, *batch, scale=2.0**15):
+    """The errors of loss, all gradients and the worst tensor, in numpy."""
+    loss, grads = jax.jit(jax.value_and_grad(lambda p: half(p, *batch) * scale))(params)
+    exact, true = jax.jit(jax.value_and_grad(lambda p: fun(p, *batch)))(params)
+    off = [
+        (np.asarray(g, "float64") / scale - t, np.asarray(t, "float64"))
+        for g, t in zip(*map(jax.tree.leaves, (grads, true)), strict=True)
+    ]
+    norm = math.hypot(*(np.linalg.norm(t) for _, t in off))
+    each = [np.linalg.norm(d) / np.linalg.norm(t) for d, t in off if np.linalg.norm(t) > norm / 1e3]
+    whole = math.hypot(*(np.linalg.norm(d) for d, _ in off)) / norm
+    return abs(float(loss) / scale - float(exact)) / abs(float(exact)), whole, max(each)
+
+
+# ── what an audit measures ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.as_users
+@pytest.mark.parametrize("fun", [loss_fn, sign_loss], ids=lambda fun: fun.__name__)
+def test_the_errors_are_those_of_numpy(fun):
+    """Loss, all gradients and the worst tensor are off as float64 numpy says."""
+    half = gs.autocast(fun)
+    found = gs.audit(half, state_of(), X, Y)
+    wanted = errors_in_float64(half, fun, PARAMS, X, Y)
+    np.testing.assert_allclose(
+        [found.loss_error, found.gradient_error, found.worst[1]], wanted, rtol=0.02, atol=2e-6
+    )
+    assert abs(found.loss_difference) == found.loss_error
+    np.testing.assert_allclose(found.float32_loss, fun(PARAMS, X, Y), rtol=1e-5)
+
+
+def test_it_prints_as_one_line():
+    """What is printed has all errors, the name of the worst tensor, and whether that is right."""
+    found = gs.audit(gs.autocast(loss_fn), state_of(), X, Y)
+    assert re.fullmatch(
+        r"Audit of step 0: the loss is off by \S+ % from float32, all gradients by \S+ %, the "
+        r"worst tensor '\S+' by \S+ %, within the bounds\.",
+        str(found),
+    )
+    assert found.ok
+    assert found.worst[0] in ("first/kernel", "first/bias", "last")
+
+
+@pytest.mark.parametrize(
+    ("fun", "params", "batch", "name"),
+    [(sign_loss, PARAMS, (X, Y), "first/"), (offset_loss, OFFSET, (KELVIN, WARMTH), "w")],
+    ids=["sign in a backward pass", "offset as a weight"],
+)
+def test_a_fault_is_found_with_its_tensor(fun, params, batch, name):
+    """A wrong gradient has the name of its tensor, and what to write."""
+    found = gs.audit(gs.autocast(fun), params, *batch, scale=2.0**15)
+    assert not found.ok
+    assert found.worst[0].startswith(name)
+    for advice in ("gs.xray(", "gs.keep_float32()", "gs.precision.tune("):
+        assert advice in str(found)
+    assert ("jax.custom_vjp" in str(found)) == (fun is sign_loss)
+
+
+def smooth(n):
+    """An image without details of one pixel."""
+    image, kernel = RNG.standard_normal((n, n)), np.exp(-(np.arange(-8, 9.0) ** 2) / 18)
+    for axis in (0, 1):
+        image = np.apply_along_axis(np.convolve, axis, image, kernel / kernel.sum(), "same") * 3
+    return image.astype("f")
+
+
+def sampled(image, at):
+    return map_coordinates(image, [at[..., 0], at[..., 1]], 1, mode="nearest")
+
+
+GRID = np.stack(np.meshgrid(*[np.arange(128.0, dtype="f")] * 2, indexing="ij"), -1)
+TURN = np.eye(2, dtype="f") + np.float32([[0.01, -0.02], [0.02, -0.01]])
+IMAGE = smooth(128)
+
+
+def register(params, image, target):
+    """The difference of two images, of which one is turned and moved."""
+    return jnp.mean((sampled(image, GRID @ params["turn"] + params["move"]) - target) ** 2)
+
+
+def weighted(params, x, tiny):
+    """Two losses, the second with the ratio of their gradients as its weight."""
+    hidden = jnp.tanh(x @ params["a"])
+    losses = (
+        lambda last: jnp.mean((hidden @ last - x) ** 2) * tiny,
+        lambda last: -jnp.mean(jnp.tanh(hidden @ last)) * tiny,
+    )
+    inner = [jnp.linalg.norm(jax.grad(loss)(params["last"])) for loss in losses]
+    weight = jax.lax.stop_gradient(inner[0] / (inner[1] + 1e-12))
+    return losses[0](params["last"]) + weight * losses[1](params["last"])
+
+
+NEAR = {"turn": TURN + np.float32(1e-4), "move": np.float32([1.55, -1.95])}
+TARGET = np.asarray(sampled(IMAGE, GRID @ TURN + np.float32([1.5, -2.0])))
+INNER = {"a": PARAMS["first"]["kernel"], "last": PARAMS["last"].repeat(4, 1)}
+
+
+@pytest.mark.as_users
+@pytest.mark.parametrize(
+    ("fun", "params", "batch"),
+    [
+        (register, NEAR, (IMAGE, TARGET)),
+        (weighted, INNER, (X, np.float32(1.0))),
+        (weighted, INNER, (X, np.float32(1e-5))),
+        (loss_fn, PARAMS, (X, Y)),
+    ],
+    ids=["sampling grid", "inner gradients", "tiny inner gradients", "a network"],
+)
+def test_it_finds_what_is_wrong_and_nothing_else(fun, params, batch):
+    """An audit is not ok exactly where float64 numpy finds an error past its bound."""
+    half = gs.autocast(fun)
+    errors = errors_in_float64(half, fun, params, *batch)
+    found = gs.audit(half, params, *batch, scale=2.0**15)
+    assert found.ok == all(e <= b for e, b in zip(errors, (0.01, 0.1, 0.5), strict=True))
+
+
+def test_float32_products_are_exact_on_every_device():
+    """The float32 side asks for true float32 products; the other side is as in a step."""
+    half = gs.autocast(loss_fn)
+    text = str(jax.make_jaxpr(lambda p: gs.audit(half, p, X, Y, scale=1.0))(PARAMS))
+    products = re.findall(r":(f\d+)\[[^]]*\] = dot_general\[\n(.*?)\n    \]", text, re.S)
+    kinds = {(dtype, "HIGHEST" in options) for dtype, options in products}
+    assert kinds == {("f32", True), ("f16", False)}
+
+
+def test_a_part_of_a_loss_under_autocast_is_in_float32_too():
+    """What calls autocast inside of the loss is float32 on the float32 side."""
+    inner = gs.autocast(lambda w, x: x @ w)
+    half = gs.autocast(lambda w, x: jnp.mean((inner(w, x) - 288.0) ** 2))
+    text = str(jax.make_jaxpr(lambda w: gs.audit(half, w, KELVIN, scale=1.0))(OFFSET["w"]))
+    assert re.search(r"f32\[[^]]*\] = dot_general\[", text)
+    np.testing.assert_allclose(
+        gs.audit(half, OFFSET["w"], KELVIN, scale=1.0).float32_loss,
+        np.mean((KELVIN.astype("float64") @ OFFSET["w"] - 288) ** 2),
+        rtol=1e-4,
+    )
+
+
+def test_tensors_with_hardly_any_gradient_do_not_count():
+    """A gradient below a thousandth of all is never the worst."""
+
+    @jax.custom_vjp
+    def wrong(x):
+        return 0.0 * x
+
+    wrong.defvjp(lambda x: (0.0 * x, None), lambda _, g: (jnp.sign(g) * 1e-6,))
+
+    def tiny(params, x, y):
+        return loss_fn(params["net"], x, y) + wrong(params["tiny"]).sum()
+
+    params = {"net": PARAMS, "tiny": np.ones(4, "f")}
+    found = gs.audit(gs.autocast(tiny), params, X, Y, scale=2.0**15)
+    assert found.ok
+    assert found.worst[0].startswith("net/")
+
+
+def test_a_loss_that_crosses_zero_is_judged_by_what_rounding_explains():
+    """A loss of 0 by cancellation, as in policy gradients, is no fault of half precision."""
+
+    def policy(params, x, advantage):
+        logits = jnp.tanh(x @ params["first"]["kernel"]) @ params["last"]
+        log_p = jax.nn.log_softmax(logits)[:, 0]
+        return -jnp.mean(jnp.exp(log_p - jax.lax.stop_gradient(log_p)) * advantage)
+
+    advantage = X[:, 0] - X[:, 0].mean()
+    found = gs.audit(gs.autocast(policy), PARAMS, X, advantage, scale=2.0**10)
+    assert abs(found.float32_loss) < 1e-6
+    assert found.ok
+
+
+def test_bounds_are_those_that_are_given():
+    """The same errors are within wide bounds, and past narrow ones."""
+    half = gs.autocast(loss_fn)
+    assert gs.audit(half, state_of(), X, Y, bounds=(math.inf, 1.0, 1.0)).ok
+    for bounds in ((1e-12, 1, 1), (1, 1e-6, 1), (1, 1, 1e-6)):
+        audit = gs.audit(half, state_of(), X, Y, bounds=bounds)
+        assert audit.ok == (bounds[0] < 1 and bool(audit.measured.is_rounding))
+    wide = gs.audit(gs.autocast(sign_loss), state_of(), X, Y, bounds=(0.01, 9.0, 9.0))
+    assert wide.ok
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8"])
+def test_every_precision_is_audited(dtype):
+    """A healthy network is within the bounds in each precision that autocast knows."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # these layers are too small for float8
+        assert gs.audit(gs.autocast(loss_fn, dtype), state_of(), X, Y).ok
+
+
+# ── losses, states and models ────────────────────────────────────────────────────────────────────
+
+
+def test_it_takes_what_the_step_takes():
+    """A state with an extra, aux, a partial loss, a compiled loss, or parameters and a scale."""
+
+    def with_all(params, extra, x, y, power=2):
+        return loss_fn(params, x, y) ** power, extra + 1, {"mean": x.mean()}
+
+    half = functools.partial(gs.autocast(with_all), power=1)
+    state = state_of(extra=jnp.float32(3.0))
+    whole = gs.audit(half, state, X, Y, has_aux=True)
+    other = gs.audit(gs.autocast(loss_fn), PARAMS, X, Y, scale=state.loss_scale)
+    compiled = gs.audit(jax.jit(gs.autocast(loss_fn)), PARAMS, X, Y, scale=2.0**15)
+    for found in (other, compiled):
+        np.testing.assert_allclose(found.gradient_error, whole.gradient_error, rtol=0.05)
+    assert float(state.extra) == 3
+    assert str(other).startswith("Audit:")
+
+
+def test_a_loss_with_its_own_scale_needs_none():
+    """For a trainer that differentiates by itself, the loss is given as the trainer gets it."""
+    trainer_loss = gs.autocast(loss_fn, loss_scale=2.0**12)
+    found = gs.audit(trainer_loss, PARAMS, X, Y)
+    assert found.ok
+    assert 0 < found.gradient_error < 0.01
+    assert not gs.audit(gs.autocast(sign_loss, loss_scale=2.0**12), PARAMS, X, Y).ok
+
+
+def test_a_compiled_step_may_return_it():
+    """Inside of a user's own compiled step an audit is a pytree that the step returns."""
+    half = gs.autocast(loss_fn)
+
+    @jax.jit
+    def step(state, x, y):
+        found = gs.audit(half, state, x, y)
+        loss, extra, grads = state.value_and_grad(half)(x, y)
+        return state.apply_gradients(grads, extra), loss, found
+
+    _, _, found = step(state_of(), X, Y)
+    assert found.ok
+    assert str(found).startswith("Audit of step 0: ")
+
+
+def test_one_loss_is_compiled_once():
+    """A second audit of the same function compiles nothing."""
+    half, state = gs.autocast(loss_fn), state_of()
+    gs.audit(half, state, X, Y).ok  # noqa: B018
+    with compilations() as compiled:
+        assert gs.audit(half, state, X + 1, Y).ok
+    assert compiled == []
+
+
+# ── in a run ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_healthy_run_is_silent():
+    """Two hundred steps, audited each twenty, warn of nothing and count ten audits."""
+    step = gs.train_step(gs.autocast(loss_fn), audit_every=20)
+    _, told = trained(step, state_of(), 201, X, Y)
+    assert told == []
+    found = step.audits
+    assert found.count == 10
+    assert abs(found.bias) < 0.01
+    assert 0 <= found.spread < 0.01
+    assert int(found.last.step) == 180
+    assert step.audit is not None
+    assert int(step.audit.step) == 200
+
+
+def test_bias_and_spread_are_those_of_the_differences():
+    """Over several audits the mean difference of the loss and its deviation are kept."""
+    step = gs.train_step(gs.autocast(loss_fn), audit_every=2)
+    state, found = state_of(), []
+    for _ in range(9):
+        state, _ = step(state, X, Y)
+        found += [] if step.audit is None else [step.audit.loss_difference]
+    assert len(found) == 5
+    assert step.audits.count == 4  # the last is not looked at yet
+    known = step.audits.bias, step.audits.spread
+    np.testing.assert_allclose(known, (np.mean(found[:4]), np.std(found[:4])), rtol=1e-6)
+
+
+def test_a_fault_is_told_once_with_its_step():
+    """A run that goes wrong later is warned of at the next audit, and only then."""
+    switch = {"sign": np.float32(0.0), **PARAMS}
+
+    def later(params, x, y, is_late):
+        return jnp.where(is_late, sign_loss(params, x, y), loss_fn(params, x, y))
+
+    del switch["sign"]
+    step, state = gs.train_step(gs.autocast(later), audit_every=4), state_of(switch)
+    state, told = trained(step, state, 6, X, Y, False)
+    assert told == []
+    state, told = trained(step, state, 12, X, Y, True)
+    assert len(told) == 1
+    assert told[0].startswith("Audit of step 8: ")
+    assert "'first/" in told[0]
+
+
+def test_the_line_of_the_user_is_named():
+    """The warning points to the loop, and can be made an error; the next step still works."""
+    step, state = gs.train_step(gs.autocast(sign_loss), audit_every=1000), state_of()
+    state, _ = step(state, X, Y)
+    jax.block_until_ready(step.audit.numbers)
+    with pytest.warns(UserWarning, match="Audit of step 0") as told:
+        state, _ = step(state, X, Y)
+    assert told[0].filename == __file__
+    state, _ = step(state, X, Y)
+    assert int(state.step) == 3
+
+
+def test_a_result_that_is_not_ready_is_not_waited_for(monkeypatch):
+    """While the device has not finished an audit, steps go on and nothing is read."""
+    kind = type(jnp.ones(()))
+    ready = kind.is_ready
+    monkeypatch.setattr(kind, "is_ready", lambda _: False)
+    step = gs.train_step(gs.autocast(sign_loss), audit_every=5)
+    with jax.transfer_guard_device_to_host("disallow"):
+        state, told = trained(step, state_of(), 10, X, Y)
+    assert (told, step.audits.count) == ([], 0)
+    monkeypatch.setattr(kind, "is_ready", ready)
+    _, told = trained(step, state, 1, X, Y)
+    assert len(told) == 1
+    assert step.audits.count == 2
+
+
+def test_other_steps_are_what_they_are_without_it():
+    """The program of a step is the same text, and an audit compiles one more, once."""
+    half, state = gs.autocast(loss_fn), state_of()
+    plain, audited = gs.train_step(half), gs.train_step(half, audit_every=3)
+    assert plain.lower(state, X, Y).as_text() == audited.lower(state, X, Y).as_text()
+    with compilations() as compiled:
+        trained(audited, state, 1, X, Y)
+    assert len([name for name in compiled if "compare" in name]) == 1
+    state = state_of()
+    state, _ = trained(audited, state, 2, X, Y)
+    with compilations() as compiled:
+        trained(audited, state, 9, X, Y)
+    assert compiled == []
+
+
+def nnx_case():
+    nnx = pytest.importorskip("flax.nnx")
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(
+        nnx.Linear(8, 16, rngs=rngs),
+        nnx.BatchNorm(16, rngs=rngs),
+        nnx.Dropout(0.1, rngs=rngs),
+        nnx.Linear(16, 2, rngs=rngs),
+    )
+    return model, lambda model, x, y: jnp.mean((model(x) - y) ** 2), (X, Y)
+
+
+def nnx_stream_case():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(8, 2, rngs=nnx.Rngs(0))
+
+    def loss(model, x, y, rngs):
+        return jnp.mean((model(x * rngs.dropout.bernoulli(0.9, x.shape)) - y) ** 2)
+
+    return model, loss, (X, Y, nnx.Rngs(dropout=3))
+
+
+def equinox_case():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(8, 2, 16, 1, key=jax.random.key(0))
+    return model, lambda model, x, y: jnp.mean((jax.vmap(model)(x) - y) ** 2), (X, Y)
+
+
+CASES = {
+    "pytree": (lambda: (PARAMS, loss_fn, (X, Y)), {}, {}),
+    "not donated": (lambda: (PARAMS, loss_fn, (X, Y)), {}, {"donate": False}),
+    "retries": (lambda: (PARAMS, loss_fn, (X, Y)), {"scale": 2.0**60}, {"retries": 50}),
+    "microbatches": (lambda: (PARAMS, loss_fn, (X, Y)), {"every_k": 4}, {}),
+    "NNX": (nnx_case, {}, {}),
+    "NNX, streams in the batch": (nnx_stream_case, {}, {}),
+    "Equinox": (equinox_case, {}, {}),
+}
+
+
+@pytest.mark.as_users
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_the_same_with_audits(case):
+    """Parameters, statistics, streams and losses are the same bits with audits and without."""
+    make, how, options = CASES[case]
+    results, audits = [], []
+    for every in (None, 2):
+        params, fun, batch = make()
+        tx = optax.sgd(0.1)
+        tx = optax.MultiSteps(tx, how["every_k"]) if "every_k" in how else tx
+        rule = gs.DynamicLossScale(how.get("scale", 2.0**10))
+        state = state_of(tx=tx, params=params, rule=rule, telemetry=True)
+        step = gs.train_step(gs.autocast(fun), audit_every=every, **options)
+        losses = []
+        for _ in range(6):
+            state, loss = step(state, *batch)
+            losses.append(loss)
+            audits += [step.audit] if step.audit is not None else []
+        leaves = jax.tree.leaves((state, losses, batch))
+        arrays = [x for x in leaves if isinstance(x, (jax.Array, np.ndarray))]
+        results.append([np.asarray(jax.device_get(x)).tobytes() for x in map(numbers, arrays)])
+    assert results[0] == results[1]
+    assert len(audits) >= 3
+    assert any(found.ok for found in audits)
+    assert not any(found.is_off for found in audits)
+
+
+def numbers(x):
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
+
+
+def test_dropout_has_one_mask_on_both_sides():
+    """An error in a model with dropout is that of rounding, and no difference of masks."""
+    model, fun, batch = nnx_case()
+    found = gs.audit(gs.autocast(fun), state_of(params=model), *batch)
+    assert found.gradient_error < 0.01
+    model, fun, batch = nnx_stream_case()
+    found = gs.audit(gs.autocast(fun), state_of(params=model), *batch)
+    assert found.gradient_error < 0.01
+    assert int(batch[2].dropout.count[...]) == 0
+
+
+def test_an_overflow_is_no_fault_and_audited_again_soon():
+    """A scale that is too high for the gradients skips steps; the audit is taken again soon."""
+    state = state_of(rule=gs.DynamicLossScale(2.0**40))
+    step = gs.train_step(gs.autocast(loss_fn), audit_every=1000)
+    state, told = trained(step, state, 1, X, Y)
+    first = step.audit
+    assert first.overflows
+    assert "overflows at the loss scale 2^40" in str(first)
+    assert not first.ok
+    _, told = trained(step, state, 80, X, Y)
+    assert told == []
+    assert step.audits.count == 1
+
+
+def test_a_loss_that_overflows_is_a_fault():
+    """A loss that is finite in float32 alone is told at any loss scale."""
+
+    def large(params, x, y):
+        hidden = x @ params["first"]["kernel"] * 4e4
+        return jnp.mean((hidden @ params["last"] * 4e-5 - y) ** 2)
+
+    plan_free = gs.autocast(large)
+    step = gs.train_step(plan_free, audit_every=1)
+    found = gs.audit(plan_free, state_of(), X, Y)
+    if math.isfinite(found.loss):
+        pytest.skip("autocast keeps this in float32")
+    _, told = trained(step, state_of(), 3, X, Y)
+    assert len(told) == 1
+    assert "overflows before the backward pass" in told[0]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_on_a_mesh_it_is_the_audit_of_one_device(kind):
+    """With a batch in eight shards, errors and steps are those of one device."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    batch = [jax.device_put(v, NamedSharding(mesh, P("data"))) for v in (X, Y)]
+    alone = gs.audit(gs.autocast(loss_fn), state_of(), X, Y)
+    step = gs.train_step(gs.autocast(lambda p, x, y: loss_fn(p, x, y)), audit_every=2)
+    with jax.set_mesh(mesh):
+        _, told = trained(step, state_of(), 5, *batch)
+        found = gs.audit(gs.autocast(lambda p, x, y: loss_fn(p, x, y)), state_of(), *batch)
+    assert told == []
+    assert step.audits.count == 2
+    assert step.audit.numbers.sharding.is_fully_replicated
+    assert alone.ok
+    assert 0 < found.gradient_error < 0.002
+    np.testing.assert_allclose(found.float32_loss, alone.float32_loss, rtol=1e-5)
+
+
+def test_a_loss_in_shard_map_is_audited():
+    """A loss whose parts run on each device of a mesh is compared as any other."""
+    mesh = jax.make_mesh((8,), ("data",))
+
+    def parts(params, x, y):
+        return jax.lax.pmean(loss_fn(params, x, y), "data")
+
+    whole = jax.shard_map(parts, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
+    batch = [jax.device_put(v, NamedSharding(mesh, P("data"))) for v in (X, Y)]
+    step = gs.train_step(gs.autocast(lambda p, x, y: whole(p, x, y)), audit_every=2)
+    _, told = trained(step, state_of(), 5, *batch)
+    assert told == []
+    assert step.audit.ok
+    assert 0 < step.audit.gradient_error < 0.01
+
+
+def test_a_step_inside_of_a_program_is_told_to_audit_nothing():
+    """A step that is traced has no audits, and its program is that without them; it says so."""
+    half = gs.autocast(loss_fn)
+    step = gs.train_step(half, audit_every=1)
+    with pytest.warns(UserWarning, match="audits nothing inside of jax.jit"):
+        state, _ = jax.jit(step)(state_of(), X, Y)
+    assert step.audit is None
+    assert int(state.step) == 1
+
+
+# ── bad input ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("every", "error"),
+    [(0, ValueError), (-1, ValueError), (1.5, ValueError), (True, TypeError), ("9", TypeError)],
+)
+def test_audit_every_is_an_integer(every, error):
+    """Anything but an integer of at least 1 is refused at construction."""
+    with pytest.raises(error, match=r"audit_every; got"):
+        gs.train_step(gs.autocast(loss_fn), audit_every=every)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "error"),
+    [
+        ((0.0, 0.1, 0.5), ValueError),
+        ((0.01, -0.1, 0.5), ValueError),
+        ((0.01, 0.1, math.nan), ValueError),
+        ((0.01, 0.1), TypeError),
+        (0.1, TypeError),
+        (("a", 0.1, 0.5), TypeError),
+    ],
+)
+def test_bounds_are_three_numbers(bounds, error):
+    """Bounds out of range are refused at construction, by step and audit."""
+    with pytest.raises(error, match="audit_bounds"):
+        gs.train_step(gs.autocast(loss_fn), audit_every=1, audit_bounds=bounds)
+    with pytest.raises(error, match="bounds"):
+        gs.audit(gs.autocast(loss_fn), state_of(), X, Y, bounds=bounds)
+
+
+def test_a_loss_without_autocast_is_refused():
+    """There is nothing to compare such a loss with, which is said at construction."""
+    with pytest.raises(ValueError, match=r"a loss that gainstage.autocast returned for loss_fn"):
+        gs.train_step(loss_fn, audit_every=1)
+    with pytest.raises(ValueError, match=r"a loss that gainstage.autocast returned for fun"):
+        gs.audit(loss_fn, state_of(), X, Y)
+    with pytest.raises(TypeError, match="Expected a function for fun"):
+        gs.audit(PARAMS, X, Y, scale=1.0)
+
+
+def test_parameters_need_a_scale():
+    """Without a state and a scale, the error says what to write."""
+    with pytest.raises(TypeError, match="parameters and a scale"):
+        gs.audit(gs.autocast(loss_fn), PARAMS, X, Y)
+    with pytest.raises(ValueError, match="scale"):
+        gs.audit(gs.autocast(loss_fn), PARAMS, X, Y, scale=0.0)
+
+
+def test_a_loss_that_differs_from_call_to_call_is_named_as_such():
+    """Random numbers of numpy make two losses of one batch, which is no fault of precision."""
+    generator = np.random.default_rng(0)
+
+    def random(params, x, y):
+        return loss_fn(params, x * generator.uniform(0.5, 1.5), y)
+
+    step = gs.train_step(gs.autocast(random), audit_every=1)
+    _, told = trained(step, state_of(), 4, X, Y)
+    assert len(told) == 1
+    assert "two float32 calls of the loss with the same batch return different losses" in told[0]
+    assert "xray" not in told[0]
+    assert step.audits.count == 0
+
+
+def test_a_nan_in_the_data_is_no_fault_of_precision():
+    """The audit says that float32 is not finite either, and nothing else."""
+    step = gs.train_step(gs.autocast(loss_fn), audit_every=1)
+    _, told = trained(step, state_of(), 4, X * np.nan, Y)
+    assert len(told) == 1
+    assert "not finite in float32 either" in told[0]
+    assert "xray" not in told[0]
+    found = gs.audit(gs.autocast(loss_fn), state_of(), X * np.nan, Y)
+    assert not found.ok
+    assert not found.is_off
+
+
+# ── memory ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def scarce(largest):
+    """A loss whose float32 side has memory for so many rows; the other side for all."""
+
+    def loss(params, x, y):
+        if jax.config.jax_default_matmul_precision == "highest" and len(x) > largest:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
+        return loss_fn(params, x, y)
+
+    return gs.autocast(loss)
+
+
+@pytest.mark.parametrize("rows", [32, 16, 8])
+def test_a_float32_side_that_does_not_fit_takes_a_part_of_the_batch(rows):
+    """Half, a quarter or an eighth of the batch is compared, without a word."""
+    step = gs.train_step(scarce(rows), audit_every=2)
+    _, told = trained(step, state_of(), 5, X, Y)
+    assert told == []
+    assert step.audits.count == 2
+    wanted = gs.audit(gs.autocast(loss_fn), state_of(), X[:rows], Y[:rows])
+    found = gs.audit(scarce(rows), state_of(), X, Y)
+    np.testing.assert_allclose(found.float32_loss, wanted.float32_loss, rtol=1e-5)
+    assert f"on 1/{64 // rows} of the batch" in str(found)
+
+
+def test_audits_that_do_not_fit_are_left_out_with_a_sentence():
+    """Where not even an eighth fits, or there is no axis to divide, the run goes on without."""
+    for fun, batch, why in (
+        (scarce(4), (X, Y), "nor does an audit of 1/8"),
+        (scarce(32), (X, Y[:32].repeat(2, 0)[:63]), "no leading axis in common"),
+    ):
+        half = fun
+        if len(batch[1]) == 63:
+
+            def uneven(params, x, y, half=fun):
+                return half(params, x, jnp.concatenate([y, y[:1]]))
+
+            half = gs.autocast(uneven)
+        step = gs.train_step(half, audit_every=1)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            state = state_of()
+            for _ in range(3):
+                state, _ = step(state, *batch)
+        said = [str(w.message) for w in told if "left out" in str(w.message)]
+        assert len(said) == 1
+        assert why in said[0]
+        assert step.audit is None
+        assert int(state.step) == 3
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        gs.audit(scarce(4), state_of(), X, Y)
+
+
+def test_another_error_of_the_loss_is_its_own():
+    """An error that the step would raise too is raised as by the step."""
+    step = gs.train_step(gs.autocast(loss_fn), audit_every=1)
+    with pytest.raises(TypeError, match="dot_general"):
+        step(state_of(), X[:, :3], Y)
