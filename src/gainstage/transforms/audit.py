@@ -53,11 +53,12 @@ class Measured(NamedTuple):
     is_finite: Any  # whether loss and gradients are finite in half precision
     is_float32_finite: Any
     is_alike: Any  # whether two float32 losses of the batch agree
+    scale: Any  # the loss scale
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Audit:
+class AuditResult:
     """How far loss and gradients in half precision are off those in float32; `print` it.
 
     It is a pytree, so a compiled function may return it. To read an attribute is to wait for it.
@@ -65,7 +66,6 @@ class Audit:
     Args:
         numbers: what was measured, one float32 array.
         step: the `step` of the state, None if there was no state.
-        scale: the loss scale.
         names: the names of the gradients.
         bounds: the largest errors of the loss, of all gradients together and of one tensor that
             are `ok`.
@@ -74,7 +74,6 @@ class Audit:
 
     numbers: Any
     step: Any
-    scale: Any
     names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     bounds: tuple[float, float, float] = dataclasses.field(
         default=BOUNDS, metadata={"static": True}
@@ -167,10 +166,9 @@ class Audit:
                 "the state, and leave out what changes from call to call."
             )
         if self.overflows:
-            scale = as_power(float(jax.device_get(self.scale)))
             return (
-                f"a gradient overflows at the loss scale {scale}, so the step is skipped and the "
-                f"scale falls. Audit the next step."
+                f"a gradient overflows at the loss scale {as_power(self.measured.scale)}, so the "
+                f"step is skipped and the scale falls. Audit the next step."
             )
         if not self._is_finite:
             return (
@@ -215,7 +213,7 @@ def audit(
     has_aux: bool = False,
     using: Using | None = None,
     bounds: Sequence[float] = BOUNDS,
-) -> Audit:
+) -> AuditResult:
     """Compares the loss and gradients of a batch in half precision with those in float32.
 
     Rules and plans say what is safe in general and at one point of training; an audit measures it
@@ -234,8 +232,8 @@ def audit(
             one tensor that are `ok`: three numbers > 0, `math.inf` for no bound.
 
     Returns:
-        An `Audit` with `loss_error`, `gradient_error`, `worst` and `ok`; `print` it. Its numbers
-        stay on the device until they are read.
+        An `AuditResult` with `loss_error`, `gradient_error`, `worst` and `ok`; `print` it. Its
+        numbers stay on the device until they are read.
 
     Raises:
         TypeError: there is neither a state nor a scale, or the loss is not a scalar.
@@ -271,7 +269,7 @@ def audit(
     params, extra = (args[0], None) if state is None else (state.params, state.extra)
     sides = Sides(fun, checks.flag("has_aux", has_aux), using)
     step = None if state is None else state.step
-    given = params, extra, args[1:], scale, step, checked
+    given = Given(params, extra, args[1:], scale, step, checked)
     for part in (1, *PARTS):
         try:
             return of_batch(_compiled, sides, given, part)
@@ -315,6 +313,17 @@ def checked_bounds(name: str, bounds: Sequence[float]) -> tuple[float, float, fl
     return low, mid, high
 
 
+class Given(NamedTuple):
+    """The arguments of an audited step."""
+
+    params: PyTree
+    extra: PyTree
+    batch: PyTree
+    scale: ArrayLike
+    step: Any  # its number
+    bounds: tuple[float, float, float]
+
+
 class Sides(NamedTuple):
     """What is compared: a loss under autocast, and how it is differentiated."""
 
@@ -346,27 +355,27 @@ class Split:
 def of_batch(
     compiled: Callable[..., Any],
     sides: Sides,
-    given: tuple[PyTree, PyTree, PyTree, ArrayLike, Any, tuple[float, float, float]],
+    given: Given,
     part: int,
-) -> Audit:
+) -> AuditResult:
     """The audit of a batch.
 
     Args:
         compiled: what `compiled_audit` returned.
         sides: what is compared.
-        given: the parameters, the extra, the batch, the loss scale, the step and the bounds.
+        given: the arguments of the step.
         part: use the first `1 / part` of the batch.
     """
-    params, extra, batch, scale, step, bounds = given
-    arrays, model = partition_model(params)
-    more, rest = partition(extra)
+    arrays, model = partition_model(given.params)
+    more, rest = partition(given.extra)
     split = Split(model, len(arrays), rest)
-    found = compiled(sides, split, part, [*arrays, *more], batch, jnp.float32(scale))
-    return dataclasses.replace(found, step=step, bounds=bounds)
+    scale = jnp.float32(given.scale)
+    found = compiled(sides, split, part, [*arrays, *more], given.batch, scale)
+    return dataclasses.replace(found, step=given.step, bounds=given.bounds)
 
 
 def compiled_audit() -> Callable[..., Any]:
-    """A function `(sides, split, part, arrays, batch, scale) -> Audit`, with a cache of its own."""
+    """What `of_batch` takes: a compiled function, with a cache of its own."""
     return jax.jit(functools.partial(_compare), static_argnums=(0, 1, 2))
 
 
@@ -383,7 +392,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def _compare(
     sides: Sides, split: Split, part: int, arrays: list[Any], batch: PyTree, scale: jax.Array
-) -> Audit:
+) -> AuditResult:
     if part > 1:
         batch = jax.tree.map(lambda x: x[: len(x) // part] if jnp.ndim(x) else x, batch)
 
@@ -446,9 +455,10 @@ def _compare(
         is_finite=jnp.stack([jnp.isfinite(x).all() for x in half]).all(),
         is_float32_finite=true_finite,
         is_alike=jnp.abs(again - exact) <= SAME_LOSS * jnp.abs(exact) + slack,
+        scale=scale,
     )
     numbers = jnp.stack([jnp.asarray(number, jnp.float32) for number in found])
-    return Audit(numbers, None, scale, tuple(name for name, *_ in named), part=part)
+    return AuditResult(numbers, None, tuple(name for name, *_ in named), part=part)
 
 
 def _ratio(part: jax.Array, whole: jax.Array) -> jax.Array:

@@ -10,14 +10,14 @@ from gainstage._base.warn import warn
 from gainstage._variables.types import PyTree
 from gainstage.transforms.audit import (
     PARTS,
-    Audit,
+    AuditResult,
+    Given,
     Sides,
     compiled_audit,
     is_out_of_memory,
     of_batch,
     shares_axis,
 )
-from gainstage.transforms.train_state import TrainState
 
 _INSIDE = (
     "train_step(audit_every=...) audits nothing inside of jax.jit, jax.lax.scan or jax.shard_map, "
@@ -44,7 +44,7 @@ class Audits:
     count: int = 0
     bias: float = 0.0
     spread: float = 0.0
-    last: Audit | None = None
+    last: AuditResult | None = None
 
 
 class AuditedRun:
@@ -62,42 +62,48 @@ class AuditedRun:
         self._part = 1  # of the batch that is used; 0 if audits are left out
         self._next, self._count = 0, 0  # steps
         self._soon = 1  # steps until an audit is taken again whose gradients overflowed
-        self._waiting: list[Audit] = []
+        self._waiting: list[AuditResult] = []
         self._squares = 0.0  # of the distances of loss differences to their mean
         self._told = set[str]()  # the kinds of warnings
         self.found = Audits()
-        self.current: Audit | None = None  # that of the last step
+        self.current: AuditResult | None = None  # that of the last step
 
-    def before(self, state: TrainState[Any], batch: PyTree, scale: Any, inside: bool) -> None:
-        """Audits a step before it is taken, if one is due.
+    def before(
+        self, params: PyTree, extra: PyTree, batch: PyTree, scale: Any, step: Any, steps: int = 1
+    ) -> None:
+        """Audits a step before it is taken, if one is due, and reads what is ready.
 
         Args:
-            state, batch: the arguments of the step.
+            params, extra, batch: the arguments of the loss.
             scale: the loss scale.
-            inside: whether it is traced.
+            step: the number of the step, as the result says it; None for how many came before.
+            steps: the number of steps that are taken now.
         """
-        if inside:
-            self._tell("inside", _INSIDE)
-            return
         self.current = None
         if self._waiting:
             self._look()
         if self._count >= self._next and self._part:
             self._next = self._count + self._every
-            self.current = self._audited(state, batch, scale)
+            step = self._count if step is None else step
+            given = Given(params, extra, batch, scale, step, self._bounds)
+            self.current = self._audited(given)
             self._waiting += [self.current] if self.current is not None else []
-        self._count += 1
+        self._count += steps
 
-    def _audited(self, state: TrainState[Any], batch: PyTree, scale: Any) -> Audit | None:
+    def tell_inside(self) -> None:
+        """Warns of a step that is traced, which has no audit."""
+        self.current = None
+        self._tell("inside", _INSIDE)
+
+    def _audited(self, given: Given) -> AuditResult | None:
         """The audit of a batch, or of a part of it that fits into memory."""
-        given = state.params, state.extra, batch, scale, state.step, self._bounds
         while self._part:
             try:
                 return of_batch(self._compiled, self._sides, given, self._part)
             except Exception as error:
                 if self._part == 1 and not is_out_of_memory(error):
                     raise  # which the step would raise too
-                self._shrink(shares_axis(batch))
+                self._shrink(shares_axis(given.batch))
         return None
 
     def _shrink(self, shares: bool) -> None:
@@ -122,7 +128,7 @@ class AuditedRun:
                     raise
                 self._shrink(shares=True)
 
-    def _read(self, audit: Audit) -> None:
+    def _read(self, audit: AuditResult) -> None:
         if audit.overflows:
             # Whether a result is ready differs between processes, which must agree.
             if jax.process_count() == 1 and self._soon < self._every:

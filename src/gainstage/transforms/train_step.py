@@ -32,7 +32,7 @@ from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import divided_state
 from gainstage.rules.loss_scale import LossScale
 from gainstage.transforms import models, nnx_objects
-from gainstage.transforms.audit import BOUNDS, Audit, Sides, check_cast, checked_bounds
+from gainstage.transforms.audit import BOUNDS, AuditResult, Sides, check_cast, checked_bounds
 from gainstage.transforms.audited_run import AuditedRun, Audits
 from gainstage.transforms.loss_scaled import transformation_of
 from gainstage.transforms.loss_scaled_state import (
@@ -273,7 +273,7 @@ class TrainStep(Generic[*More]):
         return self._compiled[key]
 
     @property
-    def audit(self) -> Audit | None:
+    def audit(self) -> AuditResult | None:
         """The audit of the last step, with `audit_every`; None if it was not audited."""
         return None if self._audits is None else self._audits.current
 
@@ -386,8 +386,11 @@ class _CompiledStep:
         self._watch.look(lambda: _scale_in(opt_state))
         donates = self._donates and not reruns() and not inside
         try:
-            if self._audits is not None:
-                self._audits.before(state, batch, _scale_in(opt_state), inside)
+            if self._audits is not None and inside:
+                self._audits.tell_inside()
+            elif self._audits is not None:
+                scale = state_to_scale_by(opt_state).rule_state.scale
+                self._audits.before(state.params, state.extra, batch, scale, state.step)
             known = None if inside else self._known(state, batch, donates)
             program, arrays = known or self._prepared(state, batch, donates, inside)
             arrays, loss, *aux, changed = program.run(*arrays, *batch)
