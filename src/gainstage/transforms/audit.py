@@ -26,6 +26,8 @@ from gainstage.transforms.value_and_grad import scaled_value_and_grad
 # gradient of one tensor.
 BOUNDS = 0.01, 0.1, 0.5
 COUNTS = 1e-3  # a tensor counts if its gradient has this share of the norm of all
+FAR = 3.0  # times the bound of the loss or of all gradients: no chance of one batch
+ROUNDINGS = 4  # of each parameter, by which a difference of the losses may be explained
 SAME_LOSS = 1e-3  # the largest relative difference of two losses of one batch
 PARTS = 2, 4, 8  # of the batch, where the float32 side does not fit into memory
 XRAY_IT = (
@@ -46,7 +48,7 @@ class Measured(NamedTuple):
     loss: Any  # in half precision
     float32_loss: Any
     difference: Any  # of the losses, relative to that in float32
-    is_rounding: Any  # whether rounding the parameters once explains that difference
+    is_rounding: Any  # whether roundings of the parameters explain that difference
     gradient_error: Any  # of all gradients together, relative to their norm in float32
     worst_error: Any  # the largest error of a tensor that counts
     worst_index: Any
@@ -119,7 +121,8 @@ class AuditResult:
 
     @property
     def ok(self) -> bool:
-        """Whether all errors are within the bounds."""
+        """Whether all errors are within the bounds. A loss that is off by no more than roundings of
+        the parameters change it, such as one that is almost 0 by cancellation, is within them."""
         return self.is_comparable and self._is_finite and not self._is_past
 
     @property
@@ -129,6 +132,15 @@ class AuditResult:
         if not self.is_comparable:
             return False
         return self._is_past if self._is_finite else not math.isfinite(self.loss)
+
+    @property
+    def is_far_off(self) -> bool:
+        """Whether it is off by much more than the bounds, so that one audit is enough."""
+        of_loss, of_all, _ = self.bounds
+        is_loss_off = self.loss_error > FAR * of_loss and not self.measured.is_rounding
+        return self.is_off and (
+            not self._is_finite or is_loss_off or self.gradient_error > FAR * of_all
+        )
 
     @property
     def overflows(self) -> bool:
@@ -440,8 +452,9 @@ def _compare(
     counts = norms >= COUNTS**2 * norms.sum()
     each = jnp.where(counts & (errors > 0), jnp.sqrt(errors / norms), 0.0)
     worst = jnp.argmax(each)
-    # The largest change of the loss, to first order, by rounding each parameter once.
-    slack = sides.rounding * sum(jnp.sum(jnp.abs(t * w), dtype=jnp.float32) for *_, t, w in named)
+    # The largest change of the loss, to first order, if each parameter is rounded.
+    change = sum(jnp.sum(jnp.abs(t * w), dtype=jnp.float32) for *_, t, w in named)
+    slack = ROUNDINGS * sides.rounding * change
     off, half = loss - exact, (loss, *(g for _, g, *_ in named))
     true_finite = jnp.isfinite(exact) & jnp.isfinite(norms).all()
     found = Measured(

@@ -162,11 +162,12 @@ def train_step(
         audit_every: an integer >= 1: the first step, and then each that many, is compared with
             float32 before it is taken, as by `gainstage.audit`; None for no audits. It is a program
             of its own, so other steps are what they are without it, and no step waits for a result.
-            The first error past the bounds is a warning at a later step, with the name of the
-            tensor. `step.audit` is the audit of the last step, or None; `step.audits` has their
-            `count`, the mean difference of the loss (`bias`) and its `spread`, and the `last`.
-            `loss_fn` must be from `autocast`. If float32 does not fit into memory, half, a quarter
-            or an eighth of the batch is used.
+            An error past the bounds is a warning at a later step, once, with the name of the
+            tensor. If it is less than three times the bound, one of the next steps is audited too,
+            and must be past a bound as well. `step.audit` is the audit of the last step, or None;
+            `step.audits` has their `count`, the mean difference of the loss (`bias`) and its
+            `spread`, and the `last`. `loss_fn` must be from `autocast`. If float32 does not fit
+            into memory, half, a quarter or an eighth of the batch is used.
         audit_bounds: the largest errors of the loss, of all gradients together and of one tensor,
             by default 1 %, 10 % and 50 %: three numbers > 0.
 
