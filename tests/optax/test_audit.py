@@ -364,18 +364,22 @@ def test_the_line_of_the_user_is_named():
     step, state = gs.train_step(gs.autocast(sign_loss), audit_every=1000), state_of()
     for number in range(6):
         jax.block_until_ready(step.audit and step.audit.numbers)
-        if number == 2:
+        if number == 3:
             with pytest.warns(UserWarning, match="Audit of step 0") as told:
                 state, _ = step(state, X, Y)
             assert told[0].filename == __file__
         else:
             state, _ = step(state, X, Y)
     assert int(state.step) == 6
+    trained(step, state, 9, X, Y)
+    assert step.audits.count == 3  # the first, and two that confirm it
 
 
 def test_one_batch_that_is_off_by_chance_is_not_told():
     """An error past a bound that the next steps do not have is no warning, but no audit is lost."""
-    step, state = gs.train_step(gs.autocast(later), audit_every=4), state_of()
+    bounds = 0.01, 0.3, 0.5
+    step = gs.train_step(gs.autocast(later), audit_every=4, audit_bounds=bounds)
+    state = state_of()
     for number in range(20):
         state, told = trained(step, state, 1, X, Y, number in (4, 12))
         assert told == []
@@ -401,10 +405,9 @@ def test_a_result_that_is_not_ready_is_not_waited_for(monkeypatch):
         state, told = trained(step, state_of(), 10, X, Y)
     assert (told, step.audits.count) == ([], 0)
     monkeypatch.setattr(kind, "is_ready", ready)
-    _, told = trained(step, state, 1, X, Y)
+    _, told = trained(step, state, 3, X, Y)
     assert len(told) == 1
     assert "Audit of step 0: " in told[0]
-    assert step.audits.count == 2
 
 
 def test_other_steps_are_what_they_are_without_it():

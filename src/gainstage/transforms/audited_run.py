@@ -19,6 +19,7 @@ from gainstage.transforms.audit import (
     shares_axis,
 )
 
+ENOUGH = 3  # audits in a row that are a little past a bound
 _INSIDE = (
     "train_step(audit_every=...) audits nothing inside of jax.jit, jax.lax.scan or jax.shard_map, "
     "where each step would have to hold the audit. Call the step outside of them, or call "
@@ -63,7 +64,7 @@ class AuditedRun:
         self._next, self._extra = 0, math.inf  # the steps of the next audits
         self._count = 0  # steps so far
         self._soon = 1  # steps until an audit that decided nothing is taken again
-        self._suspect: AuditResult | None = None  # past a bound, and not confirmed yet
+        self._suspects: list[AuditResult] = []  # the last audits in a row past a bound
         self._waiting: list[AuditResult] = []
         self._squares = 0.0  # of the distances of loss differences to their mean
         self._told = set[str]()  # the kinds of warnings
@@ -143,16 +144,14 @@ class AuditedRun:
             mean += off / count
             self._squares += off * (audit.loss_difference - mean)
             self.found = Audits(count, mean, math.sqrt(self._squares / count), audit)
-        if audit.is_off and not (audit.is_far_off or self._suspect):
-            # One batch may be past a bound by chance, where a sum of gradients is nearly 0.
-            self._suspect = audit
-            self._audit_soon()
+        self._suspects = [*self._suspects[: ENOUGH - 1], audit] if audit.is_off else []
+        if audit.is_far_off or len(self._suspects) == ENOUGH:
+            self._tell("off", str(self._suspects[0]))
         elif audit.is_off:
-            self._tell("off", str(self._suspect or audit))
-        else:
-            self._suspect = None
-            if not audit.ok:
-                self._tell("reference", str(audit))
+            # One batch may be past a bound by chance, where a sum of gradients is nearly 0.
+            self._audit_soon()
+        elif not audit.ok:
+            self._tell("reference", str(audit))
 
     def _audit_soon(self) -> None:
         """Audits one of the next steps. Whether a result is ready differs between processes, which

@@ -163,7 +163,7 @@ def train_step(
             float32 before it is taken, as by `gainstage.audit`; None for no audits. It is a program
             of its own, so other steps are what they are without it, and no step waits for a result.
             An error past the bounds is a warning at a later step, once, with the name of the
-            tensor. If it is less than three times the bound, one of the next steps is audited too,
+            tensor. If it is less than three times the bound, two of the next steps are audited too,
             and must be past a bound as well. `step.audit` is the audit of the last step, or None;
             `step.audits` has their `count`, the mean difference of the loss (`bias`) and its
             `spread`, and the `last`. `loss_fn` must be from `autocast`. If float32 does not fit
