@@ -5,6 +5,7 @@ Needs the extra `keras` and `KERAS_BACKEND=jax`; import it before `keras.saving.
 
 from typing import Any
 
+from gainstage.interop.keras_audit import Audit
 from gainstage.interop.keras_autocast import autocast, check_model, needs_scale, under
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
@@ -14,6 +15,7 @@ from gainstage.precision.autocast import Precision, named
 from gainstage.rules.loss_scale import Rule
 
 __all__ = [
+    "Audit",
     "LogLossScale",
     "LossScaleOptimizer",
     "advise",

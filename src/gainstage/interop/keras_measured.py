@@ -70,15 +70,8 @@ def advise(
     weights, others, metrics = _values_of(model)
     refuse_mixed(model)
     use_fused_attention()
-    plain = plain_class(model)
-    for name in ("train_step", "compute_loss_and_updates"):
-        if getattr(plain, name) is not getattr(keras.Model, name):
-            raise ValueError(
-                f"Expected a model that is trained by Keras's `{name}`; got {model.name!r}, whose "
-                f"class {plain.__name__} has its own. Pass its loss, as a function of the weights, "
-                f"to gainstage.advise."
-            )
-    calls = [(others, metrics, *_arrays(batch)) for batch in first(batches)]
+    refuse_own_step(model, "gainstage.advise")
+    calls = [(others, metrics, *as_arrays(batch)) for batch in first(batches)]
     with seen_as(model, _MeasuredModel):
         return measured_advice(
             _loss_of(model), weights, calls, card=card, progress=progress, code=_code
@@ -127,7 +120,7 @@ def tune(
     weights, others, metrics = _values_of(model)
     use_fused_attention()
     training = {"training": True} if model._call_has_training_arg else {}
-    calls = [(others, metrics, *_arrays(batch)) for batch in first(batches)]
+    calls = [(others, metrics, *as_arrays(batch)) for batch in first(batches)]
 
     def forward(weights: PyTree, others: PyTree, x: PyTree) -> PyTree:
         return model.stateless_call(weights, others, x, return_losses=True, **training)
@@ -143,6 +136,23 @@ def tune(
     plan = Plan(measured.dtype, own, measured.predicted, measured.measured, measured.shapes)
     plan.check(program)
     return plan
+
+
+def refuse_own_step(model: Any, other: str) -> None:
+    """Raises a ValueError for a model whose loss is not the one that Keras differentiates.
+
+    Args:
+        model: a Keras model.
+        other: the function that takes such a loss.
+    """
+    plain = plain_class(model)
+    for name in ("train_step", "compute_loss_and_updates"):
+        if getattr(plain, name) is not getattr(keras.Model, name):
+            raise ValueError(
+                f"Expected a model that is trained by Keras's `{name}`; got {model.name!r}, whose "
+                f"class {plain.__name__} has its own. Pass its loss, as a function of the weights, "
+                f"to {other}."
+            )
 
 
 def _values_of(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
@@ -221,7 +231,7 @@ def first(batches: Any, count: int | None = None) -> list[PyTree]:
     return list(itertools.islice(batches, count))
 
 
-def _arrays(batch: PyTree) -> PyTree:
+def as_arrays(batch: PyTree) -> PyTree:
     """A batch as Keras takes it, `(x, y, sample_weight)`, in arrays of JAX."""
     x_y_weight = keras.utils.unpack_x_y_sample_weight(batch)
     return jax.tree.map(

@@ -281,10 +281,10 @@ def audit(
     params, extra = (args[0], None) if state is None else (state.params, state.extra)
     sides = Sides(fun, checks.flag("has_aux", has_aux), using)
     step = None if state is None else state.step
-    given = Given(params, extra, args[1:], scale, step, checked)
+    given = Given(params, extra, args[1:], scale, step)
     for part in (1, *PARTS):
         try:
-            return of_batch(_compiled, sides, given, part)
+            return of_batch(_compiled, sides, given, checked, part)
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error) or part == PARTS[-1] or not shares_axis(args[1:]):
                 raise
@@ -332,8 +332,7 @@ class Given(NamedTuple):
     extra: PyTree
     batch: PyTree
     scale: ArrayLike
-    step: Any  # its number
-    bounds: tuple[float, float, float]
+    step: Any = None  # its number
 
 
 class Sides(NamedTuple):
@@ -368,6 +367,7 @@ def of_batch(
     compiled: Callable[..., Any],
     sides: Sides,
     given: Given,
+    bounds: tuple[float, float, float],
     part: int,
 ) -> AuditResult:
     """The audit of a batch.
@@ -376,6 +376,7 @@ def of_batch(
         compiled: what `compiled_audit` returned.
         sides: what is compared.
         given: the arguments of the step.
+        bounds: as for `audit`.
         part: use the first `1 / part` of the batch.
     """
     arrays, model = partition_model(given.params)
@@ -383,7 +384,7 @@ def of_batch(
     split = Split(model, len(arrays), rest)
     scale = jnp.float32(given.scale)
     found = compiled(sides, split, part, [*arrays, *more], given.batch, scale)
-    return dataclasses.replace(found, step=given.step, bounds=given.bounds)
+    return dataclasses.replace(found, step=given.step, bounds=bounds)
 
 
 def compiled_audit() -> Callable[..., Any]:

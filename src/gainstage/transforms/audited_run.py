@@ -2,12 +2,11 @@
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
 
 import jax
 
 from gainstage._base.warn import warn
-from gainstage._variables.types import PyTree
 from gainstage.transforms.audit import (
     PARTS,
     AuditResult,
@@ -71,15 +70,11 @@ class AuditedRun:
         self.found = Audits()
         self.current: AuditResult | None = None  # that of the last step
 
-    def before(
-        self, params: PyTree, extra: PyTree, batch: PyTree, scale: Any, step: Any, steps: int = 1
-    ) -> None:
+    def before(self, arguments: Callable[[], Given], steps: int = 1) -> None:
         """Audits a step before it is taken, if one is due, and reads what is ready.
 
         Args:
-            params, extra, batch: the arguments of the loss.
-            scale: the loss scale.
-            step: the number of the step, as the result says it; None for how many came before.
+            arguments: a function that returns the arguments of the step.
             steps: the number of steps that are taken now.
         """
         self.current = None
@@ -89,11 +84,16 @@ class AuditedRun:
             if self._count >= self._next:
                 self._next = self._count + self._every
             self._extra = math.inf
-            step = self._count if step is None else step
-            given = Given(params, extra, batch, scale, step, self._bounds)
+            given = arguments()
+            given = given._replace(step=self._count) if given.step is None else given
             self.current = self._audited(given)
             self._waiting += [self.current] if self.current is not None else []
         self._count += steps
+
+    def finish(self) -> None:
+        """Waits for the audits that are not ready yet, at the end of a run."""
+        jax.block_until_ready([audit.numbers for audit in self._waiting])
+        self._look()
 
     def tell_inside(self) -> None:
         """Warns of a step that is traced, which has no audit."""
@@ -104,7 +104,7 @@ class AuditedRun:
         """The audit of a batch, or of a part of it that fits into memory."""
         while self._part:
             try:
-                return of_batch(self._compiled, self._sides, given, self._part)
+                return of_batch(self._compiled, self._sides, given, self._bounds, self._part)
             except Exception as error:
                 if self._part == 1 and not is_out_of_memory(error):
                     raise  # which the step would raise too

@@ -32,7 +32,7 @@ from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import divided_state
 from gainstage.rules.loss_scale import LossScale
 from gainstage.transforms import models, nnx_objects
-from gainstage.transforms.audit import BOUNDS, AuditResult, Sides, check_cast, checked_bounds
+from gainstage.transforms.audit import BOUNDS, AuditResult, Given, Sides, check_cast, checked_bounds
 from gainstage.transforms.audited_run import AuditedRun, Audits
 from gainstage.transforms.loss_scaled import transformation_of
 from gainstage.transforms.loss_scaled_state import (
@@ -390,8 +390,7 @@ class _CompiledStep:
             if self._audits is not None and inside:
                 self._audits.tell_inside()
             elif self._audits is not None:
-                scale = state_to_scale_by(opt_state).rule_state.scale
-                self._audits.before(state.params, state.extra, batch, scale, state.step)
+                self._audits.before(lambda: _given(state, batch))
             known = None if inside else self._known(state, batch, donates)
             program, arrays = known or self._prepared(state, batch, donates, inside)
             arrays, loss, *aux, changed = program.run(*arrays, *batch)
@@ -604,6 +603,12 @@ def _unshared(
     kept = [x for i, x in enumerate(arrays) if i not in donated]
     free = iter(unshared([arrays[i] for i in program.donated], [*kept, *others]))
     return [next(free) if i in donated else x for i, x in enumerate(arrays)]
+
+
+def _given(state: TrainState[Any], batch: PyTree) -> Given:
+    """What an audit takes of a step."""
+    scale = state_to_scale_by(state.opt_state).rule_state.scale
+    return Given(state.params, state.extra, batch, scale, state.step)
 
 
 def _scale_in(opt_state: OptState) -> Any:

@@ -1,0 +1,146 @@
+"""Audits of Keras's `fit`: its loss and gradients in half precision, beside those in float32."""
+
+# Keras is not typed.
+# pyright: reportCallIssue=false
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from gainstage._base import checks
+from gainstage._variables.types import PyTree
+from gainstage.interop.keras_autocast import Autocast
+from gainstage.interop.keras_backend import keras
+from gainstage.interop.keras_measured import as_arrays, refuse_own_step
+from gainstage.transforms.audit import BOUNDS, Given, Sides, checked_bounds
+from gainstage.transforms.audited_run import AuditedRun, Audits
+
+
+class Audit(keras.callbacks.Callback):
+    """Compares steps of `fit` with float32, as `gainstage.train_step(audit_every=...)` does.
+
+    The first step, and then each that many, is computed in float32 too, before it is taken: its
+    loss with what the model adds to it, and its gradients. An error past the bounds is a warning at
+    a later step, once, with the name of the weight. No step waits for a result, and what is trained
+    is the same as without audits.
+
+    Attributes:
+        audits: those so far, as far as they are ready: their `count`, the mean difference of the
+            loss (`bias`) and its `spread`, and the `last`.
+
+    Args:
+        every: the number of steps between audits, an integer >= 1.
+        batch: `(x, y)` or `(x, y, sample_weight)`, which all audits compute; by default that of the
+            step.
+        bounds: as for `gainstage.audit`.
+
+    Raises:
+        TypeError, ValueError: `every` or `bounds` is no such number; from `fit`, the model is not
+            under autocast, or has a `train_step` of its own.
+
+    Examples:
+        >>> import keras, numpy as np
+        >>> import gainstage.interop.keras
+        >>> net = keras.Sequential([keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+        >>> net = gainstage.interop.keras.compile(net, "sgd", "mse")
+        >>> audit = gainstage.interop.keras.Audit(every=2)
+        >>> x = np.random.default_rng(0).normal(size=(64, 4))
+        >>> history = net.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[audit])
+        >>> print(audit.audits.count, audit.audits.last.ok)
+        4 True
+    """
+
+    def __init__(
+        self, every: int = 1000, *, batch: Any = None, bounds: Sequence[float] = BOUNDS
+    ) -> None:
+        super().__init__()
+        self._every = checks.integer("every", every, low=1)
+        self._bounds = checked_bounds("bounds", bounds)
+        self._batch = None if batch is None else as_arrays(batch)
+        self._run: AuditedRun | None = None
+        self._of: Any = None  # the model of the run
+
+    @property
+    def audits(self) -> Audits:
+        """The audits so far."""
+        return Audits() if self._run is None else self._run.found
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Audits the steps of this `fit`, and goes on where the last one ended."""
+        model: Any = self.model
+        if not isinstance(model, Autocast) or model._plan is None:
+            raise ValueError(
+                f"Expected a model under autocast for Audit, which compares it with float32; got "
+                f"{model.name!r}. Write model = gainstage.interop.keras.compile(model, optimizer, "
+                f"loss)."
+            )
+        refuse_own_step(model, "gainstage.audit")
+        if self._run is None or self._of is not model:
+            self._of = model
+            self._run = AuditedRun(Sides(_loss_of(model), False, None), self._every, self._bounds)
+        # After a fit that was interrupted, the function of that one is still there.
+        plain = getattr(model.train_function, "plain", model.train_function)
+        model.train_function = self._audited(model, plain)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Leaves the model as it was, and waits for the last audits."""
+        model: Any = self.model
+        model.train_function = model.train_function.plain
+        if self._run is not None:
+            self._run.finish()
+
+    def _audited(self, model: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of Keras that takes a step, with an audit before it."""
+        run, scale = self._run, getattr(model.optimizer, "dynamic_scale", None)
+        assert run is not None
+        place = next((i for i, v in enumerate(model.optimizer.variables) if v is scale), None)
+
+        def take(state: PyTree, iterator: Iterator[PyTree]) -> Any:
+            data = list(itertools.islice(iterator, 1))
+
+            def given() -> Given:
+                weights, others, optimizer_variables, metrics = state
+                batch = self._batch or keras.utils.unpack_x_y_sample_weight(data[0])
+                params = dict(zip(_names(model), weights, strict=True))
+                scale = 1.0 if place is None else optimizer_variables[place]
+                return Given(params, (others, metrics), batch, scale)
+
+            if data:
+                run.before(given, model.steps_per_execution)
+            return plain(state, itertools.chain(data, iterator))
+
+        vars(take)["plain"] = plain
+        return take
+
+
+def _loss_of(model: Any) -> Callable[..., Any]:
+    """The loss that `fit` differentiates, without a scale: of the weights by name, what else the
+    model has, and a batch."""
+
+    def loss_fn(params: dict[str, Any], extra: PyTree, *batch: PyTree) -> tuple[Any, PyTree]:
+        weights = [params[name] for name in _names(model)]
+        known = type(model)
+        model.__class__ = type(known.__name__, (_Unscaled, known), {})
+        try:
+            loss, _ = model.compute_loss_and_updates(weights, *extra, *batch, training=True)
+        finally:
+            model.__class__ = known
+        return loss, extra
+
+    vars(loss_fn)["autocast_plan"] = model._plan
+    return loss_fn
+
+
+class _Unscaled:
+    """A base of models whose loss nothing multiplies."""
+
+    @property
+    def optimizer(self) -> None:
+        """None, so that nothing multiplies the loss."""
+        return
+
+
+def _names(model: Any) -> list[str]:
+    """The names of the weights that are trained, each once."""
+    paths = [variable.path for variable in model.trainable_variables]
+    return [f"{p}#{n}" if p in paths[:n] else p for n, p in enumerate(paths)]
