@@ -182,7 +182,6 @@ def gpu_page(results: dict[str, Any]) -> str:
     """The tables of what was measured on a GPU, with the device, versions and the date."""
     device = results["device"]
     parts = [results["about"]] if "about" in results else []
-    is_new = "date" in results
     torch = ""
     for name, part in results["parts"].items():
         cells = {title: cell for title, cell in part.items() if "variants" in cell}
@@ -193,11 +192,11 @@ def gpu_page(results: dict[str, Any]) -> str:
     versions = ["jax", "jaxlib", "optax"]
     said = [f"{key} {results['environment'][key]}" for key in versions]
     said += [f"torch {torch}"] if torch else []
-    said += [results["date"]] if is_new else []
+    said += [results["date"]] if "date" in results else []
     memory = f"`a = a / 2 + b` on large arrays moves {device['gb_s']:.0f} GB/s"
     return "\n\n".join(
         [
-            f"### {device['kind']}{'' if is_new else ', earlier'}",
+            f"### {device['kind']}{', again' if 'about' in results else ''}",
             *parts,
             f"{memory}. {', '.join(said)}.",
             "",

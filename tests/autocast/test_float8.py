@@ -111,16 +111,18 @@ def of_width(width):
 
 
 def test_linear_layers_that_are_wide_enough_are_in_float8():
-    """Of one network, the products are in float8 at a width of 1024, in float16 at one of 512."""
+    """Of one network, the products are in float8 at a width of 4096, in float16 at one of 1024: on
+    an H200 a language model took 0.72 of float16's time at the one, and 0.99 at the other."""
 
     def shapes(width):
         square = jax.ShapeDtypeStruct((width, width), jnp.float32)
         return dict.fromkeys("qkvo", square), jax.ShapeDtypeStruct((4096, width), jnp.float32)
 
     grad = jax.grad(gs.autocast(wide_network, "float8"))
-    assert casts(grad, *shapes(1024)) == {"f8_e4m3fn": 6, "f8_e5m2": 4}
-    with pytest.warns(UserWarning, match=r"\[4096, 512\] x \[512, 512\], gains nothing on an H100"):
-        assert casts(grad, *shapes(512)) == {"f8_e4m3fn": 0, "f8_e5m2": 0}
+    assert casts(grad, *shapes(4096)) == {"f8_e4m3fn": 6, "f8_e5m2": 4}
+    told = r"\[4096, 1024\] x \[1024, 1024\], gains nothing on an H100"
+    with pytest.warns(UserWarning, match=told):
+        assert casts(grad, *shapes(1024)) == {"f8_e4m3fn": 0, "f8_e5m2": 0}
 
 
 def test_the_parameter_may_stand_on_either_side():
@@ -164,9 +166,9 @@ def test_products_of_two_activations_and_small_ones_stay_in_half():
     def attends(w, x):
         return jnp.sum(jax.nn.softmax((x @ w) @ x.T) @ x)
 
-    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2048, 2048), (8192, 2048)))
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 4096), (8192, 4096)))
     assert casts(gs.autocast(attends, "float8"), w, x) == {"f8_e4m3fn": 2, "f8_e5m2": 0}
-    few = jax.ShapeDtypeStruct((8, 2048), jnp.float32)
+    few = jax.ShapeDtypeStruct((8, 4096), jnp.float32)
     with pytest.warns(UserWarning, match="no product in float8"):
         casts(gs.autocast(lambda w, x: jnp.sum(x @ w), "float8"), w, few)
 

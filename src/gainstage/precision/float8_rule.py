@@ -12,10 +12,11 @@ from gainstage.precision.cards import Card
 from gainstage.transforms.retrace import Kind, Retraced
 
 NARROWEST = 16  # rows, columns or summed elements: below, float8 multiplies no faster
-# Bytes that float8 adds for each element: of an activation or a cotangent, which is read for its
-# largest number (2), read again and written in float8 (2 + 1), and then read twice by products with
-# one byte for two (-2); of a weight, the same from float32 (4, 4 + 1), without float16 (-8).
-BYTES_OF_ACTIVATION, BYTES_OF_WEIGHT = 3, 1
+# Bytes that float8 adds for each element of an activation or a cotangent, and of a weight. On an
+# H200 a step of a language model gained 0.4, 5.6 and 14.8 ms by float8 at the widths 1024, 2048 and
+# 4096. That is as if each element were moved by 12 bytes more: it is read for its largest number,
+# read again, written in float8, and copied to the order of axes that the hardware wants.
+BYTES_OF_ACTIVATION, BYTES_OF_WEIGHT = 12, 1
 PRODUCTS_OF_A_STEP = 3  # a product, and the derivatives of both operands
 
 
