@@ -352,7 +352,7 @@ def test_what_a_loss_closes_over_is_no_parameter():
     kinds = []
 
     def looks(b):
-        loss = gs.autocast(lambda w: jnp.tanh(X @ w + b).sum())
+        loss = gs.autocast(lambda w: (jnp.tanh(X @ w + b) @ w.T).sum())
         kinds.append([str(e.outvars[0].aval.dtype) for e in jax.make_jaxpr(loss)(w).eqns
                       if e.primitive.name == "tanh"])  # fmt: skip
         return loss(w)

@@ -166,12 +166,12 @@ NORMALISATIONS = {
 @pytest.mark.parametrize("each", [False, True])
 def test_what_a_normalisation_returns_is_in_half(norm, each):
     """It is computed in float32, and its result rounded where a factor or bias is applied."""
-    params = PARAMS | {"g": jnp.ones(16)}
+    params = PARAMS | {"g": jnp.ones(16), "next": draw(6, 16, 4)}
 
     def net(params, x):
         own = functools.partial(norm, g=params["g"], b=params["b"])
         h = jax.vmap(own)(x @ params["a"]) if each else own(x @ params["a"])
-        return jnp.sum(jnp.tanh(h))
+        return jnp.sum(jnp.tanh(h) @ params["next"]) / 8
 
     assert dtype_of("tanh", net, params, X) == "float16"
     assert off(net, params, X) < 4e-3
@@ -207,7 +207,7 @@ def test_a_sum_of_parameters_may_be_rounded():
 
     def net(params, tokens):
         x = params["letters"][tokens] + params["places"]
-        return jnp.sum(jnp.tanh(x + x @ params["d"]))
+        return jnp.sum(jnp.tanh(x + x @ params["d"]) @ params["d"])
 
     tokens = jnp.arange(32) % 20
     assert dtype_of("tanh", net, params, tokens) == "float16"
@@ -556,12 +556,15 @@ def test_operations_can_be_kept_in_float32():
 def test_arguments_that_are_no_parameters_stay_wide():
     """A mask of -1e9 and targets are not rounded; a bias is."""
 
+    params = PARAMS | {"u": draw(9, 16, 16)}
+
     def fun(params, x, mask, y):
-        h = x @ params["a"] + params["b"]
+        h = jnp.tanh(x @ params["a"] + params["b"]) @ params["u"]
         return h, h + mask, h - y
 
     mask, y = jnp.full((32, 16), -1e9), draw(8, 32, 16)
-    h, masked, rest = gs.autocast(fun)(PARAMS, X, mask, y)
+    assert dtype_of("tanh", fun, params, X, mask, y) == "float16"
+    h, masked, rest = gs.autocast(fun)(params, X, mask, y)
     np.testing.assert_array_equal(masked, h + mask)
     np.testing.assert_array_equal(rest, h - y)
     assert bool((h == h.astype(jnp.float16)).all())

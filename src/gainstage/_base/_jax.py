@@ -9,10 +9,14 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
+import jax.numpy as jnp
+import numpy as np
+
 # No public API has these. `core`: the trace to which new operations belong. `core`, `dtypes`: the
-# classes that functions of JAX take as arguments. `source_info_util`: the user's source line of an
+# classes that functions of JAX take as arguments. `linear_util`: a function of a program, changed.
+# `source_info_util`: the user's source line of an
 # equation, and a context that hands it on. `ad`, `batching`: whether a value is differentiated.
-from jax._src import core, dtypes, source_info_util
+from jax._src import core, dtypes, linear_util, source_info_util
 from jax._src.interpreters.ad import JVPTracer, LinearizeTracer
 from jax._src.interpreters.batching import BatchTrace, BatchTracer
 
@@ -56,6 +60,7 @@ __all__ = [
     "computes",
     "dce_jaxpr",
     "get_opaque_trace_state",
+    "given_arrays",
     "holds_arrays",
     "is_batched",
     "is_differentiated",
@@ -72,6 +77,13 @@ __all__ = [
 
 
 user_frames = source_info_util.user_frames
+
+
+@linear_util.transformation2
+def given_arrays(function: Callable[..., Any], *args: Any) -> Any:
+    """The backward pass of a `jax.custom_vjp`, given arrays of JAX: what its forward pass keeps of
+    the constants of a program would be arrays of numpy, which no traced index can index."""
+    return function(*(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args))
 
 
 def holds_arrays(sharding: Any) -> bool:

@@ -39,6 +39,11 @@ def is_float32(variable: Atom) -> bool:
     return getattr(variable.aval, "dtype", None) == np.float32
 
 
+def is_floating(variable: Atom) -> bool:
+    """Whether an operand or a result is a floating number, and no integer or boolean."""
+    return jnp.issubdtype(getattr(variable.aval, "dtype", None), jnp.inexact)
+
+
 def converted(x: Any, dtype: np.dtype) -> jax.Array:
     """An array in a dtype. JAX differentiates the conversion once, however often it is used."""
     if not isinstance(x, jax.Array):

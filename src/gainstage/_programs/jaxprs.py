@@ -24,6 +24,7 @@ from gainstage._base._jax import (
     ShapedArray,
     Var,
     dce_jaxpr,
+    given_arrays,
     is_differentiated,
     source_info_util,
 )
@@ -92,7 +93,10 @@ def bind(
         values: its operands.
         params: the parameters to use instead of its own.
     """
-    chosen = eqn.primitive.get_bind_params(dict(eqn.params if params is None else params))
+    own = dict(eqn.params if params is None else params)
+    if "bwd" in own:  # of a `jax.custom_vjp`
+        own["bwd"] = given_arrays(own["bwd"])
+    chosen = eqn.primitive.get_bind_params(own)
     with inside(eqn), eqn.ctx.manager:
         found = eqn.primitive.bind(*values, **chosen)
     return list(found) if eqn.primitive.multiple_results else [found]

@@ -6,10 +6,11 @@ What an operation is by itself is in `operations.py`.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax import lax
 
-from gainstage._base._jax import JaxprEqn, Literal, Var
+from gainstage._base._jax import JaxprEqn, Literal, Tracer, Var
 from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import is_float32
 from gainstage._programs.operations import CHOICES, MOVES, PRODUCTS, VIEWS
@@ -21,6 +22,7 @@ AMPLIFIES = 32.0  # the factor from which a difference is one of near numbers
 STEP = 1 / 33  # the factor up to which what is added to another value is a small step
 PART = 1 / 4  # the factor up to which what is added to a constant is a small part
 MOST_SUMS = 64  # within a sum, that are looked into
+SMALL = 2**16  # elements of a constant that is computed to look at it
 
 
 class Addend(NamedTuple):
@@ -63,6 +65,43 @@ def maker(value: Var | Literal, producers: Producers) -> JaxprEqn | None:
         value = eqn.invars[0]
         eqn = None if isinstance(value, Literal) else producers.get(value)
     return eqn
+
+
+def constant_of(
+    value: Var | Literal, producers: Producers, constants: Mapping[Var, Any]
+) -> np.ndarray | None:
+    """The numbers of a value that depends on no argument, if they are known or found by a few small
+    operations.
+
+    Args:
+        value: a constant of the program, or what is computed from some.
+        producers: the operation that has made each value.
+        constants: the arrays that the program contains.
+    """
+    known: dict[Var, Any] = {v: x for v, x in constants.items() if not isinstance(x, Tracer)}
+    left = MOST_SUMS
+
+    def computed(one: Var | Literal) -> Any:
+        nonlocal left
+        if isinstance(one, Literal):
+            return one.val
+        if one not in known:
+            eqn = producers.get(one)
+            left -= 1
+            if left < 0 or eqn is None or eqn.effects or eqn.primitive.name in jaxprs.OF_DEVICES:
+                raise LookupError
+            if jaxprs.array(one).size > SMALL:
+                raise LookupError
+            known.update(
+                zip(eqn.outvars, jaxprs.bind(eqn, list(map(computed, eqn.invars))), strict=True)
+            )
+        return known[one]
+
+    try:
+        with jax.ensure_compile_time_eval():
+            return np.asarray(computed(value))
+    except LookupError:
+        return None
 
 
 def root(value: Var | Literal, producers: Producers) -> Var | Literal:

@@ -23,7 +23,7 @@ from gainstage.precision.float8_product import ProductSpec, multiply, to_operand
 from gainstage.precision.float8_rule import Float8Decision, Sizes, decide, sizes_of
 from gainstage.precision.needs import Need, needs_of
 from gainstage.precision.plan import DTYPES, FLOAT8, Plan
-from gainstage.precision.product_width import Width, holds, width
+from gainstage.precision.product_width import Width, holds, in_range, width
 from gainstage.precision.wide_results import (
     BOUNDED,
     bounded,
@@ -312,7 +312,8 @@ class _Caster:
 
     def look(self, program: AnyJaxpr) -> None:
         """Looks at a program before it is computed."""
-        self._needs, self._products, self._float8s, self._too_small = needs_of(program), 0, 0, []
+        self._needs = needs_of(program, self._dtype)
+        self._products, self._float8s, self._too_small = 0, 0, []
 
     def tell(self, program: AnyJaxpr) -> None:
         """Warns once if no product of a program was computed in the dtype that was asked for."""
@@ -352,11 +353,9 @@ class _Caster:
             return Retraced(x, Kind.FREE if is_differentiated(x) else Kind.OTHER)
         if getattr(x, "dtype", SINGLE) != SINGLE:
             return Retraced(x)
-        # Half precision must hold the sizes of all numbers.
-        sizes, limits = np.abs(np.asarray(x, np.float64)), jnp.finfo(self._dtype)
-        held = (sizes == 0) | (sizes >= float(limits.tiny)) & (sizes <= float(limits.max))
-        if not (held | ~np.isfinite(sizes)).all():
+        if not in_range(self._dtype, x):
             return Retraced(x)
+        sizes = np.abs(np.asarray(x, np.float64))
         is_large = ((sizes > OFFSETS[0]) & (sizes < OFFSETS[1])).any()
         return Retraced(x, Kind.OFFSET if is_large else Kind.FREE)
 
@@ -396,7 +395,7 @@ class _Caster:
                 return [known]
         elif is_half and power_of(eqn):
             return [Retraced(power(eqn, floats[0]))]
-        if is_half and _is_activation(eqn) and path not in self._needs:
+        if is_half and _is_activation(eqn) and not self._needs.get(path, Need.NOTHING):
             return [Retraced(x) for x in _activated(eqn, dtype, [v.x for v in floats])]
         is_exact = bool(self._needs.get(path, Need.NOTHING) & (Need.ALL | Need.OPERANDS))
         params = patterns.exact_params(eqn) if is_exact else None
@@ -498,7 +497,10 @@ class _Caster:
         if eqn.primitive.name in PRODUCTS:
             return self._width(eqn, floats, held, path) is Width.HALF
         is_by_much = any(abs(x) >= LARGE_FACTOR for x in _numbers(eqn, floats))
-        if path in self._needs or power_of(eqn) or is_by_much:
+        need = self._needs.get(path, Need.NOTHING)
+        # What meets a value on the way to a result, such as a bias, may be larger than that.
+        is_last = Need.LAST in need and not all(held)
+        if need & ~Need.LAST or is_last or power_of(eqn) or is_by_much:
             return False
         if not (moves(eqn) or eqn.primitive.name in FOLLOWERS):
             return False

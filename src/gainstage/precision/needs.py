@@ -9,15 +9,22 @@ import enum
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from gainstage._base._jax import JaxprEqn, Literal, Var
 from gainstage._programs import jaxprs, patterns
+from gainstage._programs.in_dtype import is_float32, is_floating
 from gainstage._programs.jaxprs import AnyJaxpr, Path
 from gainstage._programs.operations import PRODUCTS, TRAITS, Trait, names_with
 from gainstage._programs.patterns import AMPLIFIES, FEW, PART, STEP, moves, number_of
+from gainstage.precision.product_width import in_range
 
 PASSES = names_with(Trait.PASSES)
 PERIODIC = names_with(Trait.PERIODIC)
+COMBINES = frozenset(("add", "sub", "mul", "div", "max", "min", "add_any"))
+ENDS = names_with(Trait.OPAQUE) | names_with(Trait.ALGEBRA)  # which compute more than cheap ones
 
 
 class Need(enum.Flag):
@@ -32,6 +39,9 @@ class Need(enum.Flag):
     STEP = enum.auto()  # the value, if a small number multiplies it before it is added to others
     PART = enum.auto()  # the value, if a number below 1 multiplies it, before a constant is added
     GATE = enum.auto()  # the value, if it is a sigmoid: it is subtracted from 1
+    COORDINATE = enum.auto()  # as an angle, and a count: it becomes a whole number, or is compared
+    LAST = enum.auto()  # it reaches a result without another product
+    GRADIENT = enum.auto()  # it reaches the first result, which is differentiated
     SQUARE = enum.auto()  # a product of an array with itself: the result, which may be large
 
 
@@ -42,13 +52,26 @@ class Fact(enum.Flag):
     OF_PRODUCTS = enum.auto()  # it is computed from products
     HAS_A_STEP = enum.auto()  # it is a sum with a small step, not of products
     CONSTANT = enum.auto()  # it depends on no argument
+    COUNTS = enum.auto()  # it comes from comparisons, integers or booleans
+    WIDE = enum.auto()  # half precision may not hold it, because of a constant that multiplies
 
 
-def needs_of(program: AnyJaxpr) -> dict[Path, Need]:
-    """What must be exact in each operation of a program for which something must."""
+def needs_of(program: AnyJaxpr, dtype: np.dtype) -> dict[Path, Need]:
+    """What must be exact in each operation of a program for which something must.
+
+    Args:
+        program: a program in float32.
+        dtype: the half-precision dtype, which may not hold the constants of the program.
+    """
     jaxpr, needs = jaxprs.open_jaxpr(program), dict[Path, Need]()
-    reader = _Reader(program, [Fact.NOTHING] * len(jaxpr.invars), (), needs)
-    reader.read([Need.NOTHING] * len(jaxpr.outvars))
+    reader = _Reader(program, [Fact.NOTHING] * len(jaxpr.invars), (), needs, dtype)
+    # After a scalar loss come aux and state, which have no gradient.
+    first = jaxpr.outvars[:1]
+    is_loss = any(is_floating(v) and not jaxprs.array(v).shape for v in first)
+    others = Need.LAST if is_loss else Need.LAST | Need.GRADIENT
+    results = [others] * len(jaxpr.outvars)
+    results[:1] = [Need.LAST | Need.GRADIENT] * len(first)
+    reader.read(results)
     return needs
 
 
@@ -60,19 +83,34 @@ class _Reader:
         facts: the properties of each argument.
         path: where the program is.
         needs: what must be exact in each operation, to which this adds.
+        dtype: the half-precision dtype.
+        arguments: the numbers of each argument that is a constant of the whole program, or None.
     """
 
     def __init__(
-        self, program: AnyJaxpr, facts: Sequence[Fact], path: Path, needs: dict[Path, Need]
+        self,
+        program: AnyJaxpr,
+        facts: Sequence[Fact],
+        path: Path,
+        needs: dict[Path, Need],
+        dtype: np.dtype,
+        arguments: Sequence[Any] = (),
     ):
         self._jaxpr, self._path, self._needs = jaxprs.open_jaxpr(program), path, needs
+        self._dtype = dtype
+        constants = getattr(program, "consts", ())
+        self._constants = dict(zip(self._jaxpr.constvars, constants, strict=False))
+        known = zip(self._jaxpr.invars, arguments, strict=False)
+        self._constants |= {variable: x for variable, x in known if x is not None}
         self._equations = list(jaxprs.backwards(program))
         self._producers = {v: eqn for _, eqn in self._equations for v in eqn.outvars}
         self._known: dict[Var, Need] = {}
         self._facts = dict(zip(self._jaxpr.invars, facts, strict=True))
         self._facts |= dict.fromkeys(self._jaxpr.constvars, Fact.CONSTANT)
         for _, eqn in reversed(self._equations):
-            self._facts |= dict.fromkeys(eqn.outvars, self._fact_of(eqn))
+            fact = self._fact_of(eqn) | (Fact.WIDE if self._is_wide(eqn) else Fact.NOTHING)
+            for variable, counts in zip(eqn.outvars, self._counts(eqn), strict=True):
+                self._facts[variable] = fact | counts
 
     def read(self, results: Sequence[Need]) -> list[Need]:
         """What is needed of the arguments, for what is needed of the results."""
@@ -119,22 +157,64 @@ class _Reader:
             return Fact.HAS_A_STEP
         return given & ~Fact.CONSTANT if moves(eqn) else Fact.NOTHING
 
+    def _counts(self, eqn: JaxprEqn) -> list[Fact]:
+        """Which results come from comparisons, integers or booleans: `Fact.COUNTS` for those."""
+        part = jaxprs.called(eqn)
+        if part is not None:
+            inner = _Reader(part, [self._fact(v) for v in eqn.invars], (), {}, self._dtype)
+            return [inner._fact(v) & Fact.COUNTS for v in jaxprs.open_jaxpr(part).outvars]
+        name, operands = eqn.primitive.name, eqn.invars
+        if name == "convert_element_type":
+            counts = not is_floating(operands[0]) or Fact.COUNTS in self._fact(operands[0])
+        else:
+            operands = operands[1:] if name == "select_n" else operands
+            facts = [self._fact(v) for v in operands if is_floating(v)]
+            known = all(f & (Fact.COUNTS | Fact.CONSTANT) for f in facts)
+            of_any = name == "select_n" or any(Fact.COUNTS in f for f in facts)
+            counts = known and of_any and (moves(eqn) or name in COMBINES)
+        return [Fact.COUNTS if counts else Fact.NOTHING] * len(eqn.outvars)
+
     def _by_itself(self, eqn: JaxprEqn) -> Need:
         """What a product needs, whatever is computed with it."""
         if eqn.primitive.name not in PRODUCTS:
             return Need.NOTHING
         has_a_step = any(Fact.HAS_A_STEP in self._fact(v) for v in eqn.invars)
-        need = Need.OPERANDS if has_a_step or patterns.is_tiny(eqn) else Need.NOTHING
+        is_exact = has_a_step or self._is_wide(eqn) or patterns.is_tiny(eqn)
+        need = Need.OPERANDS if is_exact else Need.NOTHING
         return need | (Need.SQUARE if patterns.is_square(eqn, self._producers) else Need.NOTHING)
+
+    def _is_wide(self, eqn: JaxprEqn) -> bool:
+        """Whether half precision may not hold what an operation multiplies, nor its result, because
+        of a constant."""
+        name, given = eqn.primitive.name, any(Fact.WIDE in self._fact(v) for v in eqn.invars)
+        if name in PRODUCTS:
+            return given or any(map(self._is_out_of_range, eqn.invars))
+        if name in ("mul", "div"):  # a large number brings a small one back
+            return given != any(map(self._is_out_of_range, eqn.invars))
+        return given and (moves(eqn) or name in ("add", "sub", "neg", "add_any"))
+
+    def _is_out_of_range(self, variable: Var | Literal) -> bool:
+        """Whether an operand is a constant that half precision does not hold."""
+        if not self._is_constant(variable) or not is_float32(variable):
+            return False
+        known = patterns.constant_of(variable, self._producers, self._constants)
+        return known is not None and not in_range(self._dtype, known)
 
     def _of_operation(self, eqn: JaxprEqn, need: Need) -> Need:
         """What of an operation must be exact."""
         name, exact = eqn.primitive.name, need & Need.ALL
         if name in PRODUCTS:
             exact |= need & (Need.RESULT | Need.OPERANDS | Need.SQUARE)
-            if Need.ANGLE in need and patterns.terms_of(eqn) <= FEW:
-                exact |= Need.OPERANDS
-        elif name in PASSES or moves(eqn):
+            if need & (Need.ANGLE | Need.COORDINATE) and patterns.terms_of(eqn) <= FEW:
+                exact |= Need.OPERANDS | need & Need.COORDINATE
+            counts = any(Fact.COUNTS in self._fact(v) for v in eqn.invars)
+            if (counts and need & (Need.LAST | Need.COORDINATE)) or (
+                Need.LAST in need and Need.GRADIENT not in need
+            ):
+                exact |= Need.RESULT
+        elif name in COMBINES:
+            exact |= need & Need.LAST
+        if name in PASSES or moves(eqn):
             exact |= need & Need.RESULT
         limit = PART if Need.PART in need else STEP if Need.STEP in need else 0.0
         if patterns.is_step(eqn, limit) or (Need.GATE in need and name == "logistic"):
@@ -146,8 +226,16 @@ class _Reader:
         name, passed = eqn.primitive.name, need & Need.ALL
         if name in PASSES or moves(eqn):
             passed |= need & Need.RESULT
-        if name in ("add", "sub", "mul", "neg", "div") or moves(eqn):
-            passed |= need & Need.ANGLE
+        if name in COMBINES | {"neg", "clamp"} or moves(eqn):
+            passed |= need & (Need.ANGLE | Need.COORDINATE)
+        if name != "stop_gradient":
+            passed |= need & Need.GRADIENT
+        if name not in PRODUCTS | ENDS:
+            passed |= need & Need.LAST
+        elif patterns.terms_of(eqn) <= FEW:
+            passed |= need & Need.COORDINATE
+        if not any(map(is_floating, eqn.outvars)) or name in ("floor", "ceil", "round"):
+            passed |= Need.COORDINATE
         if name in ("add", "sub"):
             passed |= Need.PART if any(map(self._is_constant, eqn.invars)) else Need.STEP
         if name == "neg" or moves(eqn):
@@ -208,7 +296,8 @@ class _Reader:
             first, carries = jaxprs.scan_counts(eqn.params, len(operands))
         facts = [self._fact(v) for v in operands]
         facts[first : first + carries] = [self._fact(v) for v in eqn.outvars[:carries]]
-        reader = _Reader(part, facts, path, self._needs)
+        known = [None if isinstance(v, Literal) else self._constants.get(v) for v in operands]
+        reader = _Reader(part, facts, path, self._needs, self._dtype, known)
         arguments = reader.read(results)
         while any(
             a & ~r for a, r in zip(arguments[first : first + carries], results, strict=False)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from gainstage._base._jax import JaxprEqn
 from gainstage._programs import jaxprs
@@ -71,6 +72,13 @@ def _free_axes(eqn: JaxprEqn) -> list[int]:
     contracted, batch = eqn.params["dimension_numbers"]
     operands = zip(eqn.invars, contracted, batch, strict=True)
     return [len(jaxprs.array(v).shape) - len(c) - len(b) for v, c, b in operands]
+
+
+def in_range(dtype: np.dtype, x: ArrayLike) -> bool:
+    """Whether a dtype holds the sizes of all finite numbers of an array, but for 0."""
+    sizes, limits = np.abs(np.asarray(x, np.float64)), jnp.finfo(dtype)
+    held = (sizes == 0) | (sizes >= float(limits.tiny)) & (sizes <= float(limits.max))
+    return bool((held | ~np.isfinite(sizes)).all())
 
 
 def holds(dtype: np.dtype, number: float, is_planned: bool) -> bool:

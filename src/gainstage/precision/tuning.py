@@ -23,6 +23,7 @@ from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast
 from gainstage.precision.cards import ANY, Card, known_card
 from gainstage.precision.float8_rule import Float8Decision, decide
+from gainstage.precision.needs import Need, needs_of
 from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE, Price, Reference, error_of
 from gainstage.precision.plan import DTYPES, FLOAT8, Operation, Plan, operations_of
 from gainstage.precision.samples import (
@@ -208,6 +209,8 @@ class _Tuner:
         self._equations = dict(operations_of(programs[0]))
         self._kept = self._equations.keys() - visited
         self._of_sums = self._equations.keys() & sums.paths
+        needs = needs_of(programs[0], dtype)
+        self._coordinates = {path for path, need in needs.items() if Need.COORDINATE in need}
         keys = {path: _key(eqn) for path, eqn in self._equations.items()}
         numbers = {key: n for n, key in enumerate(dict.fromkeys(keys.values()))}
         self._group = {path: numbers[key] for path, key in keys.items()}
@@ -232,7 +235,8 @@ class _Tuner:
         limit = float(jnp.finfo(self._dtype).max) / ROOM
         self._measure_ranges()
         self._hot = {path for path, size in self._largest.items() if not size <= limit}
-        self._wide = self._kept | self._of_sums
+        # Near a solution coordinates need digits that no measurement at the start asks for.
+        self._wide = self._kept | self._of_sums | self._coordinates
         self._exact = self._samples.exact()
         gradients = [results[1:] for results in self._exact]
         self._reference = Reference(gradients) if len(gradients) > 1 else None
@@ -419,6 +423,8 @@ class _Tuner:
             return "keep_float32, or unused"
         if path in self._of_sums:
             return "a sum"
+        if path in self._coordinates:
+            return "coordinates"
         if path in self._hot:
             return f"it reaches {self._largest[path]:.3g}"
         return "its share"
