@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
+from gainstage.compat import tf2
 from gainstage.transforms import apply_updates, locally_scaled, loss_scale, scale_loss
 
 W, X = jnp.ones(3), jnp.ones((8, 3))
@@ -131,6 +132,48 @@ def of_equinox():
     return step, (state, X)
 
 
+def of_optimizer(step, compiled=False, wrap=gs.optimizers.LossScaleOptimizer):
+    """A step of an optimizer with variables, eager or compiled."""
+    w = gs.optimizers.Variable(W)
+    opt = wrap(gs.optimizers.SGD(0.1))
+    opt.build([w])
+    take = lambda: step(opt, w)  # noqa: E731
+    return gs.optimizers.jit(take, ([w], opt.variables)) if compiled else take
+
+
+def minimized(opt, w):
+    return opt.minimize(lambda: plain(w.value()), [w])
+
+
+def computed(opt, w):
+    opt.apply_gradients((2 * g, v) for g, v in opt.compute_gradients(lambda: plain(w.value()), [w]))
+
+
+def grads_by_hand(opt, w):
+    return jax.grad(lambda w: opt.scale_loss(plain(w)))(w.value())
+
+
+def scaled_by_hand(opt, w):
+    opt.apply([grads_by_hand(opt, w)], [w])
+
+
+def unscaled_by_hand(opt, w):
+    grads = [jax.grad(lambda w: opt.get_scaled_loss(plain(w)))(w.value())]
+    opt.apply_gradients(zip(opt.get_unscaled_gradients(grads), [w], strict=True))
+
+
+def pure():
+    w, opt = gs.optimizers.Variable(W), gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1))
+    opt.build([w])
+    scaled = gs.optimizers.functionalize(opt.scale_loss, opt.variables)
+
+    def step(weights, state):
+        grads = jax.grad(lambda w: scaled(state, plain(w[0]))[0])(weights)
+        return opt.stateless_apply(state, grads, weights)
+
+    return step, ([w.value()], [v.value() for v in opt.variables])
+
+
 HALF = gs.autocast(lambda w: jnp.sum((X @ w) ** 2), loss_scale=2.0**10)
 NORM = of_backward(lambda g: g / jnp.linalg.norm(g))
 SCALED = (W, STATE)
@@ -211,6 +254,18 @@ RIGHT = {
         ),
         SCALED,
     ),
+    "minimize": (of_optimizer(minimized), ()),
+    "minimize, compiled": (of_optimizer(minimized, compiled=True), ()),
+    "minimize twice": (of_optimizer(lambda *a: (minimized(*a), minimized(*a))), ()),
+    "minimize with retries": (
+        of_optimizer(lambda opt, w: opt.minimize(lambda: plain(w.value()), [w], retries=2)),
+        (),
+    ),
+    "compute_gradients": (of_optimizer(computed), ()),
+    "compute_gradients of tf2": (of_optimizer(computed, wrap=tf2.LossScaleOptimizer), ()),
+    "scale_loss of an optimizer": (of_optimizer(scaled_by_hand), ()),
+    "get_scaled_loss of tf2": (of_optimizer(unscaled_by_hand, wrap=tf2.LossScaleOptimizer), ()),
+    "stateless_apply": pure(),
     "shapes alone": (own, (jax.eval_shape(lambda: WHOLE),)),
 }
 
@@ -325,6 +380,22 @@ WRONG = {
         "no use", r"autocast\(loss_fn, loss_scale=scale\)",
         lambda w, s: RULED.update(jax.grad(HALF)(w), s, w), (W, RULED.init(W)),
     ),
+    "an optimizer's true gradients": (
+        "not scaled", r"optimizer\.scale_loss\(loss\)",
+        of_optimizer(lambda opt, w: opt.apply([jax.grad(plain)(w.value())], [w])), (),
+    ),
+    "an optimizer's gradients, divided by hand": (
+        "divided again", "your own division",
+        of_optimizer(lambda opt, w: opt.apply([grads_by_hand(opt, w) / opt.loss_scale], [w])), (),
+    ),
+    "tf2's gradients, not divided": (
+        "not divided", r"get_unscaled_gradients\(grads\)",
+        of_optimizer(scaled_by_hand, wrap=tf2.LossScaleOptimizer), (),
+    ),
+    "nan_to_num before an optimizer": (
+        "hidden", r"jnp\.nan_to_num at",
+        of_optimizer(lambda opt, w: opt.apply([jnp.nan_to_num(grads_by_hand(opt, w))], [w])), (),
+    ),
     "SAM without the scale": ("plain grad_fn", r"grad_fn=lambda params, i", sam, SCALED),
     "a line search in float16": ("plain value_fn", "value_fn=lambda", line_search, SCALED),
     "a loss in float32": (
@@ -405,6 +476,16 @@ def test_it_computes_nothing_and_names_what_cannot_be_traced():
         gs.lint(W, STATE)
     with pytest.raises(jax.errors.ConcretizationTypeError):
         gs.lint(lambda w: float(w.sum()), W)
+
+
+def test_the_variables_of_a_step_stay_as_they_are():
+    """What a step assigns to variables, and to those of its optimizer, is undone."""
+    w, opt = gs.optimizers.Variable(W), gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1))
+    opt.build([w])
+    before = [v.numpy() for v in (w, *opt.variables)]
+    assert gs.lint(lambda: minimized(opt, w)) == []
+    for old, new in zip(before, (w, *opt.variables), strict=True):
+        assert (old == new.numpy()).all()
 
 
 def test_what_a_kernel_does_is_not_judged():

@@ -57,7 +57,6 @@ __all__ = [
     "batch_size",
     "batches_next",
     "computed_by",
-    "computes",
     "dce_jaxpr",
     "get_opaque_trace_state",
     "given_arrays",
@@ -122,12 +121,6 @@ def computed_by(values: Iterable[Any], known: Iterable[Any]) -> tuple[list[Any],
             equations[id(equation)] = equation
             todo.extend(equation.in_tracers)
     return list(equations.values()), given
-
-
-def computes(known: Any, value: Any) -> bool:
-    """Whether equations of a trace compute a value from a known one, or both are one."""
-    equations, _ = computed_by([value], [known])
-    return value is known or any(x is known for e in equations for x in e.in_tracers)
 
 
 def is_differentiated(tracer: Any) -> bool:

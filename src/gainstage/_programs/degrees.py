@@ -219,7 +219,10 @@ def _result(eqn: JaxprEqn, xs: Sequence[Seen], variable: Var, is_inside: bool) -
         bounds = _bounds(eqn, xs)
     elif name in _MOVES and xs:
         bounds = xs[0].bounds
-    changes = does in (_D.TIMES, _D.DIVIDE) and bool(powers)
+    # By a scale itself: what a scale has multiplied keeps the place where that was.
+    changes = does in (_D.TIMES, _D.DIVIDE) and any(
+        x.degree not in (ONE, FREE, None) and not x.through for x in xs
+    )
     forgets = does is _D.FORGET and name not in BOUNDING  # such as a comparison
     kept = _kept(eqn, xs)
     known = {flaw.name for flaw in kept}

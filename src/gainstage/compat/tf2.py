@@ -215,10 +215,7 @@ class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
         if not isinstance(grads, Iterable) or isinstance(grads, (*ARRAYS, Variable, Mapping, str)):
             raise TypeError(f"Expected a list of gradients for grads; got {checks.brief(grads)}.")
         self._forgotten.discard("get_unscaled_gradients")
-        grads = list(grads)
-        if not self._is_one():
-            self._uses.check_divides(grads)
-        return self._divided(grads)
+        return self._divided(list(grads))
 
     def minimize(  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -239,7 +236,7 @@ class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
         """
         _refuse(tape)
         if grad_loss is not None:
-            loss = stateful_scale.summed(self._uses.true_loss(loss), grad_loss)
+            loss = stateful_scale.summed(loss, grad_loss)
         return super().minimize(loss, var_list)
 
     def compute_gradients(
@@ -247,9 +244,7 @@ class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
     ) -> list[tuple[jax.Array | None, Variable]]:
         """Returns the unscaled (gradient, variable) pairs of a loss, whose elements are summed."""
         _refuse(tape)
-        pairs = super().compute_gradients(loss, var_list)
-        self._uses.divide([gradient for gradient, _ in pairs])
-        return pairs
+        return super().compute_gradients(loss, var_list)
 
     def get_gradients(self, loss: Callable[[], Any], params: VarList) -> list[jax.Array | None]:
         """Returns the unscaled gradients of a loss, a callable.

@@ -27,7 +27,6 @@ from gainstage.interop.keras_fit_warning import Fits, warned_of_statistics
 from gainstage.optimizers._step.options import DEFAULTS, OPTIONS
 from gainstage.optimizers._step.runner import not_an_array
 from gainstage.optimizers.optimizer import Optimizer
-from gainstage.optimizers.scale_uses import IN_SCOPE, StaleReads
 from gainstage.rules.loss_scale import (
     FixedLossScale,
     LossScale,
@@ -110,7 +109,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         first = float(start(rule).scale)
         super().__init__(inner_optimizer, first, dynamic_growth_steps, name, **kwargs)
         self.rule, self._fits = rule, Fits(rule, first)
-        self._stale = StaleReads(self.name, IN_SCOPE)
 
     def build(self, variables: Sequence[Any]) -> None:
         """Creates the state of the rule, then that of the inner optimizer."""
@@ -148,8 +146,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             )
         if not self.built:
             return jnp.float32(self.initial_scale)
-        if not is_inside():
-            self._stale.read(self.dynamic_scale._value)
         return self.dynamic_scale.value
 
     def _has_no_value(self) -> bool:
@@ -314,10 +310,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"{len(optimizer_variables)} values for them."
             )
         self._compiled_growth_steps = self.dynamic_growth_steps
-        before = self.dynamic_scale._value
-        has_value = isinstance(before, jax.Array) and not isinstance(before, Tracer)
-        if has_value and not isinstance(self.rule, FixedLossScale):
-            self._stale.step_without(before)
         _warn_of_missing(known, grads)
         if not self._has_told:
             self._has_told = warned_of_statistics()

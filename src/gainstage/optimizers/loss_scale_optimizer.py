@@ -14,8 +14,8 @@ from gainstage._scaling.retry_loop import NO_RETRY
 from gainstage._scaling.scaled_step import ScaledStep
 from gainstage._scaling.step_telemetry import Observed, at_first, check_telemetry
 from gainstage._variables.sharding import replicate
-from gainstage._variables.types import Aux, Grads, PyTree, Rate, Scalar, Values
-from gainstage._variables.variable import Variable
+from gainstage._variables.types import Aux, PyTree, Rate, Scalar
+from gainstage._variables.variable import Variable, is_inside
 from gainstage.optimizers._step import saving
 from gainstage.optimizers._step.differentiate import Differentiated, VarList
 from gainstage.optimizers._step.options import (
@@ -31,10 +31,23 @@ from gainstage.optimizers._step.step import OptimizerState, StepInputs
 from gainstage.optimizers._step.store import LossScaleStore
 from gainstage.optimizers.inner_checks import check_inner, check_one_scale, chosen_rule
 from gainstage.optimizers.optimizer import Optimizer
-from gainstage.optimizers.scale_uses import NOT_IN_STATE, ScaleUses
 from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale
 from gainstage.rules.loss_scale import Rule, keras_rule, with_number
 from gainstage.transforms.loss_scaled_state import applied_in, observed_in
+from gainstage.transforms.marks import marked
+
+NOT_IN_STATE = (
+    "Expected the loss scale of {name!r} in the state of the function that is traced; got a number "
+    "that would be frozen into the program. In gainstage.optimizers.jit, add optimizer.variables "
+    "to `state`. With stateless_apply, read it from the state: scaled = "
+    "gainstage.optimizers.functionalize(optimizer.scale_loss, optimizer.variables) once, then "
+    "scaled(state, loss)[0] inside. With `apply` outside, pass optimizer.loss_scale in as an "
+    "argument."
+)
+NEVER_SCALED = (
+    "`apply` of {name!r} divides gradients by the loss scale, but no loss was multiplied by it: "
+    "use `minimize`, or differentiate `optimizer.scale_loss(loss)`."
+)
 
 
 class LossScaleOptimizer(Optimizer):
@@ -89,6 +102,8 @@ class LossScaleOptimizer(Optimizer):
     _inner_argument = "inner_optimizer"  # the name of that argument of the constructor
     _min_scale: ClassVar[float | None] = None  # of a dynamic scale; None for that of `keras_rule`
     _told_of_retries = False  # that they have no effect
+    _has_scaled = False  # whether a loss was multiplied by the scale, or a program reads it
+    _was_read = False  # whether it was read since the last `apply`, perhaps to multiply by it
     _unscaled = False  # whether `apply` takes gradients that are divided by the scale
 
     def __init__(
@@ -123,7 +138,6 @@ class LossScaleOptimizer(Optimizer):
         self._initial_scale = checks.shortest(self._scale_store.state.rule_state.scale.numpy())
         if self.mesh is not None:
             replicate(self.name, self.mesh, jax.tree.leaves(self._scale_store.state), [])
-        self._uses = ScaleUses(self.name, not self.dynamic)
         if store.index:
             check_one_scale(inner_optimizer, list(store.index))
             self._scale_store.build(store, list(store.index))
@@ -156,9 +170,8 @@ class LossScaleOptimizer(Optimizer):
     @property
     def dynamic_scale(self) -> Variable:
         """The rule's scale, a float32 variable."""
-        scale = self._scale_store.state.rule_state.scale
-        self._uses.read(scale._value)
-        return scale
+        self._note_read()
+        return self._scale_store.state.rule_state.scale
 
     @property
     def step_counter(self) -> Variable | None:
@@ -171,14 +184,17 @@ class LossScaleOptimizer(Optimizer):
     @property
     def loss_scale(self) -> jax.Array:
         """The factor of the loss: the rule's scale times `loss_scale_factor`."""
-        self._uses.read(self._scale_store.state.rule_state.scale._value)
+        self._note_read()
         return self._loss_scale()
 
+    def _note_read(self) -> None:
+        """Notes that the user reads the scale, where it may be read once for many steps."""
+        self._was_read = True
+        self._has_scaled |= is_inside() or not self.dynamic
+
     def scale_loss(self, loss: Scalar) -> jax.Array:
-        if not self._is_one():
-            self._uses.check_true(loss)
-        scaled = gradients.scaled(loss, self._loss_scale())
-        return self._uses.multiply(self._scale_store.state.rule_state.scale._value, scaled)
+        self._has_scaled = True
+        return gradients.scaled(loss, self._loss_scale())
 
     @property
     def dynamic(self) -> bool:
@@ -283,11 +299,10 @@ class LossScaleOptimizer(Optimizer):
         return scaled_step.loss_scale(state._replace(scale=scale))
 
     def _differentiate(self, loss: Any, var_list: VarList, **how: Any) -> Differentiated:
-        before, one = self._uses.has_scaled, self._is_one()
-        loss = loss if one else self._uses.true_loss(loss, how.get("has_aux", False))
+        before = self._has_scaled
         found = super()._differentiate(loss, var_list, **how)
-        if how:  # of `minimize`, which takes the step itself
-            self._uses.restore(before)
+        if how:  # of `minimize`, which says nothing of the next `apply`
+            self._has_scaled = before
         return found
 
     def _is_one(self) -> bool:
@@ -296,9 +311,11 @@ class LossScaleOptimizer(Optimizer):
         return self._rule == FixedLossScale(1.0) and factor is None
 
     def _check_scaled(self) -> None:
-        scaled = self._uses.has_scaled or self._runner.is_minimizing
+        was_read, self._was_read = self._was_read, False
+        scaled = was_read or self._has_scaled or self._runner.is_minimizing
         if not (scaled or self._unscaled or self._is_one()):
-            self._uses.check_scaled()
+            self._has_scaled = True  # warn once
+            warn(NEVER_SCALED.format(name=self.name))
 
     @property
     def learning_rate(self) -> Variable:
@@ -318,7 +335,17 @@ class LossScaleOptimizer(Optimizer):
 
     def _take_step(self, state: PyTree, inputs: StepInputs) -> tuple[PyTree, jax.Array | None]:
         scaled_step = self._store.with_options(self._scale_store.scaled_step)
-        return self._inner._make_step(inputs.loss).scaled(scaled_step, state, inputs)
+        known = {
+            "variable": True,
+            "fixed": not self.dynamic,
+            "chosen": inputs.apply_if is not None,
+            "divides": not self._unscaled,
+        }
+        state = _marked(state, "state", *(word for word in known if known[word]))
+        inputs = inputs._replace(grads=marked(inputs.grads, "gradient"))
+        step = self._inner._make_step(inputs.loss)
+        new, applied = step.scaled(scaled_step, state, inputs)
+        return _marked(new, "new"), applied
 
     # ── the inner optimizer ──────────────────────────────────────────────────────────────────
 
@@ -370,12 +397,6 @@ class LossScaleOptimizer(Optimizer):
     ) -> None:
         """Applies the inner optimizer's update to one variable, with an unscaled gradient."""
         self._inner._update_one(gradient, variable, learning_rate)
-
-    def stateless_apply(
-        self, optimizer_variables: Values, grads: Grads, trainable_variables: Values
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        self._uses.step_without(self._scale_store.state.rule_state.scale._value)
-        return super().stateless_apply(optimizer_variables, grads, trainable_variables)
 
     def exclude_from_weight_decay(
         self,
@@ -447,6 +468,14 @@ class LossScaleOptimizer(Optimizer):
         defaults = {name: p.default for name, p in cls.__signature__.parameters.items()}
         kept = {k: v for k, v in config.items() if k not in OPTIONS or v != defaults[k]}
         return cls(**kept)
+
+
+def _marked(state: OptimizerState, name: str, *options: str) -> OptimizerState:
+    """The same state, whose scale is marked for `lint`."""
+    scaled_state = state.scaled_state
+    rule_state = scaled_state.rule_state
+    rule_state = rule_state._replace(scale=marked(rule_state.scale, name, *options))
+    return state._replace(scaled_state=scaled_state._replace(rule_state=rule_state))
 
 
 @applied_in.register

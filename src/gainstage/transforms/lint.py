@@ -1,5 +1,6 @@
 """What is wrong with a step, as its program shows it: the loss scale once in, and once out."""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from gainstage._base._jax import JaxprEqn
 from gainstage._programs import degrees
 from gainstage._programs.degrees import FREE, ONE, OWN, Mark, Seen, power_of, product
 from gainstage._programs.places import line_of
+from gainstage._variables.bridge import recorded
 from gainstage.transforms.refusals import needless_scale
 
 SOME_LINE = "an unknown line"
@@ -98,6 +100,34 @@ _TEXTS = {
     ),
 }
 
+# The same for an optimizer of `gainstage.optimizers`, where another line is to be written.
+_OF_OPTIMIZERS = {
+    "not scaled": (
+        "No loss was multiplied by the loss scale before the step at {update}, so small gradients "
+        "are lost as without it. They are computed at {line}. Use optimizer.minimize(loss, "
+        "variables), or differentiate optimizer.scale_loss(loss)."
+    ),
+    "not divided": (
+        "The gradients of the step at {update} still have the loss scale in them: {line} "
+        "multiplies by it, and nothing divides. Write grads = "
+        "optimizer.get_unscaled_gradients(grads)."
+    ),
+    "multiplied twice": (
+        "The loss scale is in the gradients of the step at {update} once too often: {line} "
+        "multiplies by it. Multiply once; minimize and compute_gradients do so themselves: leave "
+        "scale_loss, or get_scaled_loss, out of their loss."
+    ),
+    "divided twice": (
+        "The gradients of the step at {update} are divided by the loss scale once too often, at "
+        "{line}. Write optimizer.apply_gradients(optimizer.compute_gradients(loss, variables)), "
+        "and no other division."
+    ),
+    "divided again": (
+        "The step at {update} divides gradients by the loss scale that are divided already. Leave "
+        "your own division out."
+    ),
+}
+
 
 class Fault(NamedTuple):
     """Something that is wrong with a step; `print` it."""
@@ -120,7 +150,8 @@ def lint(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Fault]:
     `train_step` scales and divides by itself; this is for steps of your own.
 
     Args:
-        step: a function that takes a step, compiled or not.
+        step: a function that takes a step, compiled or not. It may read and assign variables of
+            `gainstage.optimizers`, which keep their values.
         *args, **kwargs: its arguments: arrays, a `TrainState`, models, or `jax.ShapeDtypeStruct`.
 
     Returns:
@@ -144,8 +175,15 @@ def lint(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Fault]:
     """
     if not callable(step):
         raise TypeError(f"Expected a function for step; got {step!r}.")
+
+    @functools.wraps(step, updated=())
+    def run(*args: Any, **kwargs: Any) -> list[jax.Array]:
+        with recorded(runs_now=True):  # what it assigns to variables is undone
+            results = jax.tree.leaves(step(*args, **kwargs))
+            return [x for x in results if isinstance(x, jax.Array)]
+
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # which it tells itself
-        program = jax.make_jaxpr(step)(*args, **kwargs)
+        program = jax.make_jaxpr(run)(*args, **kwargs)
     marks = degrees.marks_of(program)
     adapts = next((m for m in marks if m.name == "state" and "fixed" not in m.options), None)
     needless = needless_scale(program) if adapts else None
@@ -183,7 +221,10 @@ def faults_in(marks: Sequence[Mark]) -> list[Fault]:
 def _fault(kind: str, state: Mark, at: JaxprEqn | None = None, **names: str) -> Fault:
     update = line_of(state.eqn) or SOME_LINE
     line = (line_of(at) if at else "") or update
-    return Fault(kind, line, _TEXTS[kind].format(update=update, line=line, **names))
+    text = _TEXTS[kind]
+    if "variable" in state.options:
+        text = _OF_OPTIMIZERS.get(kind, text)
+    return Fault(kind, line, text.format(update=update, line=line, **names))
 
 
 def _of_function(mark: Mark, state: Mark) -> Fault | None:
@@ -211,7 +252,8 @@ def _of_update(state: Mark | None, by: Mark | None, grads: Sequence[Mark]) -> It
     # One that is made in the program is no argument of it, and need not be; nor is it known where
     # else its number stands.
     is_number = _is_number(unit)
-    if moves and (kind == "constant" or (state.value.still and kind != "made")):
+    is_held = kind == "constant" or (state.value.still and kind != "made")
+    if moves and is_held and "variable" not in state.options:
         yield _fault("constant", state)
         return
     divisor = by.value.degree if by else ONE

@@ -15,7 +15,7 @@ from gainstage._base.checks import InvalidArgumentError, brief
 from gainstage._base.dead_run import DeadRunWatch
 from gainstage._base.warn import warn
 from gainstage._variables.bridge import jit, run_eagerly
-from gainstage._variables.variable import Variable
+from gainstage._variables.variable import Variable, is_inside
 from gainstage.optimizers._step.differentiate import Differentiated
 from gainstage.optimizers._step.saving import wrong_count
 from gainstage.optimizers._step.step import StepInputs
@@ -127,7 +127,7 @@ class Runner:
         if inside:
             self._kind = None  # the shardings of traced gradients were not checked
             applied = apply(inputs)  # already inside a traced function
-        elif version is None:
+        elif version is None or is_inside():
             applied = run_eagerly(apply, (variables, weights), inputs)
         else:
             if self.program is None or self._version != (version, len(variables)):
