@@ -3,6 +3,7 @@
 # Keras is not typed.
 # pyright: reportCallIssue=false
 
+import sys
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
@@ -14,8 +15,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from gainstage._base._jax import Tracer
-from gainstage._base.checks import brief
+from gainstage._base.checks import as_power, brief
 from gainstage._base.configurable import deserialize, serialize
+from gainstage._base.dead_run import DEAD
 from gainstage._base.signals import deferred_signals
 from gainstage._base.warn import warn
 from gainstage._scaling import gradients
@@ -23,7 +25,6 @@ from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.types import PyTree
 from gainstage._variables.variable import is_inside, is_tracing
 from gainstage.interop.keras_backend import PACKAGE, keras
-from gainstage.interop.keras_fit_warning import Fits, warned_of_statistics
 from gainstage.optimizers._step.options import DEFAULTS, OPTIONS
 from gainstage.optimizers._step.runner import not_an_array
 from gainstage.optimizers.optimizer import Optimizer
@@ -37,6 +38,13 @@ from gainstage.rules.loss_scale import (
     with_number,
 )
 
+STATISTICS = (
+    "Keras's trainer stores statistics of skipped steps, so a batch with a NaN ruins {name!r}. "
+    "Write model = gainstage.interop.keras.compile(model, optimizer, loss), which keeps them, in "
+    "the place of model.compile; with dtype=None for a model under a policy such as mixed_float16. "
+    'To silence this warning: warnings.filterwarnings("ignore", message="Keras\'s trainer stores").'
+)
+FAR = 2.0**16  # a fall of the scale in one fit that no search explains
 CONSTANTS = (bool, int, float, str, tuple, type(None))  # the types of an optimizer's settings
 
 
@@ -78,6 +86,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     _has_scaled = False  # whether a loss was multiplied by the scale
     _was_read = False  # whether it was read since the last `apply`, perhaps to multiply by it
     _has_told = False  # that Keras's trainer stores statistics of skipped steps
+    _is_dead = False  # whether it has told of a fit in which no step was applied
+    _applied = 0  # the steps that were applied up to the last fit
+    _begun: float | None = None  # the scale after the last fit
     _compiled_growth_steps: int | None = None  # those of the step that `fit` has compiled
 
     def __init__(
@@ -108,7 +119,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         rule = _chosen_rule(initial_scale, dynamic_growth_steps, rule)
         first = float(start(rule).scale)
         super().__init__(inner_optimizer, first, dynamic_growth_steps, name, **kwargs)
-        self.rule, self._fits = rule, Fits(rule, first)
+        self.rule = rule
 
     def build(self, variables: Sequence[Any]) -> None:
         """Creates the state of the rule, then that of the inner optimizer."""
@@ -282,10 +293,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"Expected {name} to be set on the inner optimizer: it has no effect on the "
                 f"wrapper. Write optimizer.inner_optimizer.{name} = {value!r}."
             )
-        if name in ("initial_scale", "dynamic_growth_steps") and "_fits" in vars(self):
+        if name in ("initial_scale", "dynamic_growth_steps") and "rule" in vars(self):
             self.rule = rule = with_number(self.rule, name, value)
-            if not self.built:
-                self._fits = Fits(rule, float(start(rule).scale))
             super().__setattr__("initial_scale", rule.initial_loss_scale)
             super().__setattr__("dynamic_growth_steps", rule.increment_period)
             return
@@ -312,7 +321,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._compiled_growth_steps = self.dynamic_growth_steps
         _warn_of_missing(known, grads)
         if not self._has_told:
-            self._has_told = warned_of_statistics()
+            self._has_told = _warned_of_statistics()
         return self._step(optimizer_variables, grads, trainable_variables)
 
     def update_step(self, gradient: ArrayLike, variable: Any, learning_rate: ArrayLike) -> None:
@@ -329,7 +338,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Sets the variables to the inner optimizer's moving averages, if it keeps them.
 
         Keras calls it at the end of `fit`. It warns, once, if no step was applied since the last
-        time, and the scale has fallen to its minimum, or by `2**16`, or is fixed."""
+        time, and the scale has fallen to its minimum, or by `2**16`; of a fixed scale if none was
+        ever applied."""
         if self._compiled_growth_steps not in (None, self.dynamic_growth_steps):
             warn(
                 f"{self.name!r} was set to dynamic_growth_steps={self.dynamic_growth_steps} after "
@@ -344,15 +354,37 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.built and count._value is None:
             return  # a fit has failed, and left no values
         if self.built:
-            bad_steps = self._counts.get("bad_steps")
-            bad_steps = None if bad_steps is None else bad_steps.value
-            self._fits.look(int(count.value), self.dynamic_scale.value, bad_steps, ran)
-            if not self._fits.applied:
+            self._tell_if_dead(int(count.value), ran)
+            if not self._applied:
                 return  # there is no average before the first step
         super().finalize_variable_values(var_list)
         if self.inner_optimizer.use_ema:
             for variable in var_list:  # Keras shares one buffer, which `fit` would donate twice
                 variable.assign(jnp.copy(variable.value))
+
+    def _tell_if_dead(self, applied: int, ran: bool) -> None:
+        """Warns, once, at the end of a fit in which no step was applied."""
+        begun = self.initial_scale if self._begun is None else self._begun
+        before, self._applied = self._applied, applied
+        self._begun = scale = float(self.dynamic_scale.value)
+        if applied != before or self._is_dead:
+            return
+        bad_steps = int(self._counts["bad_steps"].value) if "bad_steps" in self._counts else 0
+        what = advice = ""
+        if isinstance(self.rule, FixedLossScale):
+            if ran and not applied:  # later it may be one bad batch
+                what = f"at the fixed loss scale of {as_power(scale)}"
+                advice = " A rule finds a lower scale: rule=gainstage.DynamicLossScale()."
+        elif bad_steps >= DEAD:
+            what = f"and {bad_steps} in a row were skipped"
+        elif scale <= max(getattr(self.rule, "min_scale", 0), begun / FAR):
+            what = f"and the loss scale has fallen to {as_power(scale)}"
+        if what:
+            self._is_dead = True
+            warn(
+                f"No step since the last fit was applied, {what}. Look at the data, the learning "
+                f"rate and the loss; LogLossScale says in which epoch it began.{advice}"
+            )
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Loads the state, also what Keras's own wrapper of a Nadam has saved without its product;
@@ -396,6 +428,25 @@ def _array(variable: str, gradient: Any) -> jax.Array:
         return jnp.asarray(gradient)
     except (TypeError, ValueError) as error:
         raise not_an_array(variable, gradient) from error
+
+
+def _warned_of_statistics() -> bool:
+    """Warns if `stateless_apply`, which calls this, is called by Keras's own step of `fit`, whose
+    forward pass has changed numbers of the model; returns whether it has."""
+    frame = sys._getframe(2)
+    if frame.f_code is not keras.Model.train_step.__code__:
+        return False
+    found = frame.f_locals
+    model, new = found["self"], found["non_trainable_variables"]
+    if hasattr(type(model), "_plain"):  # under autocast: it keeps them
+        return False
+    for variable, old, value in zip(
+        model.non_trainable_variables, found["state"][1], new, strict=True
+    ):
+        if value is not old and jnp.issubdtype(value.dtype, jnp.floating):
+            warn(STATISTICS.format(name=variable.path))
+            return True
+    return False
 
 
 def _warn_of_missing(variables: Sequence[Any], grads: Sequence[Any]) -> None:
