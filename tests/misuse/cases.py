@@ -814,13 +814,12 @@ step = gs.train_step(half)
 f = jax.shard_map(lambda *args: step(*args)[0].params, mesh=mesh, in_specs=(P(), P('data')), out_specs=P())
 f(gs.TrainState.create(W, sgd), X)
 """),
-    "the loss of each device's part, in a loop of one's own": ("warns", "value_and_grad varies.*pmean", MESH + """
+    "the loss of each device's part, in a loop of one's own": ("lints", "gradients at .*varies over 'data'.*pmean", MESH + """
 tx = gs.loss_scaled(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=(P(), P()))
-def step(loss, after, p, s, x):
-    grads = gs.value_and_grad(loss, s)(p, x)[1]
-    updates, s = tx.update(jax.tree.map(after, grads), s, p); return gs.transforms.apply_updates(p, updates, s), s
-run = lambda loss, after=lambda g: g: jax.jit(jax.shard_map(lambda *a: step(loss, after, *a), **spec))(p, tx.init(p), X)
-for _ in range(2): run(half)
+def own(p, s, x):
+    grads = gs.value_and_grad(half, s)(p, x)[1]
+    updates, s = tx.update(grads, s, p); return gs.transforms.apply_updates(p, updates, s), s
+step, args = jax.jit(jax.shard_map(own, **spec)), (p, tx.init(p), X)
 """),
     "the gradients of all parts, in a loop of one's own": ("works", "", MESH + """
 tx = gs.loss_scaled(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=(P(), P()))

@@ -90,17 +90,17 @@ def microbatches(w, state):
     return TX.update(jax.lax.scan(body, 0.0 * w, jnp.ones(2))[0], state, w)
 
 
-def on_devices(w, state):
+def on_devices(reduce, change=lambda g: g):
+    """A step on eight devices, of a loss of all of them."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     def step(w, state, x):
-        _, grads = gs.value_and_grad(lambda w: jax.lax.pmean(plain(w, x.sum()), "data"), state)(w)
-        return TX.update(grads, state, w)
+        _, grads = gs.value_and_grad(lambda w: reduce(plain(w, x.sum())), state)(w)
+        return TX.update(change(grads), state, w)
 
     specs = PartitionSpec(), PartitionSpec(), PartitionSpec("data")
-    return jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(
-        w, state, jnp.ones(8)
-    )
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+    return lambda w, state: mapped(w, state, jnp.ones(8))
 
 
 def two_states(w, state, other):
@@ -203,7 +203,9 @@ RIGHT = {
     "in a while loop": (in_while, SCALED),
     "in a cond": (in_cond, SCALED),
     "microbatches in a scan": (microbatches, SCALED),
-    "on eight devices": (on_devices, SCALED),
+    "on eight devices": (on_devices(lambda loss: jax.lax.pmean(loss, "data")), SCALED),
+    "a sum of eight devices": (on_devices(lambda loss: jax.lax.psum(loss / 8, "data")), SCALED),
+    "a sum that is divided": (on_devices(lambda loss: loss, lambda g: g / 8), SCALED),
     "for each example": (
         lambda w, s: TX.update(
             jax.vmap(lambda x: gs.value_and_grad(plain, s)(w, x)[1])(jnp.ones(4)).mean(0), s, w
@@ -371,6 +373,10 @@ WRONG = {
     "another state": (
         "other state", "the state that the update gets",
         lambda w, s, other: TX.update(grads_of(w, other), s, w), (W, STATE, TX.init(W)),
+    ),
+    "the loss of each device": (
+        "summed", r"jax\.lax\.pmean\(loss, 'data'\) from loss_fn",
+        on_devices(lambda loss: loss), SCALED,
     ),
     "a divisor that is written out": (
         "constant divisor", r"FixedLossScale\(scale\)",

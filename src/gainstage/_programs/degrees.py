@@ -469,6 +469,8 @@ class _Reading:
             x = Seen(state.value.degree if state else None)
         elif name == OWN:
             x = Seen(x.degree, x.through | {OWN}, derived=x.derived)
+        elif name == "summed":
+            x = x._replace(origin=(name, id(eqn)))
         self.marks.append(Mark(name, tuple(options), x, eqn))
         # What an update makes of its gradients are numbers, with which others may begin.
         return Seen(self._divisor()) if name == "gradient" else x

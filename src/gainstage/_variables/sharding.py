@@ -6,8 +6,6 @@ Where the state of an optimizer lies is in `zero_sharding.py`.
 import functools
 import math
 import operator
-import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -133,47 +131,22 @@ def knows_what_varies(mesh: AbstractMesh) -> bool:
     return all(varying_axes(lax.axis_index(axis)) for axis in axes)
 
 
-def warned_of_sums(loss: ArrayLike, params: PyTree) -> bool:
-    """Inside `jax.shard_map`: warns of a loss of `train_step` for whose gradients JAX sums those of
-    devices; returns whether it has."""
-    message = sums(loss, params, "train_step")
-    if message:
-        warn(message)
-    return message is not None
+# What is said of a loss {at} over {over} of whose gradients JAX sums those of all devices.
+SUMMED = (
+    "The loss {at} varies over {over} inside of jax.shard_map, so JAX sums the gradients over "
+    "these devices. If it is a mean over a device's part of the batch, they are too large: return "
+    "jax.lax.pmean(loss, {over}) from loss_fn. If it is a part of a sum, return "
+    "jax.lax.psum(loss, {over}), with the same gradients as now."
+)
 
 
-# Gradients that `value_and_grad` has returned last and that JAX has summed, with what to say.
-_SUMMED: deque[tuple[weakref.ref[Any], str]] = deque(maxlen=8)
-
-
-def note_sums(loss: ArrayLike, grads: PyTree) -> None:
-    """Inside `jax.shard_map`: notes gradients of `value_and_grad` that JAX has summed."""
-    message = sums(loss, grads, "value_and_grad")
-    if message:
-        _SUMMED.extend((weakref.ref(g), message) for g in jax.tree.leaves(grads)[:1])
-
-
-def summed(grads: PyTree) -> str | None:
-    """What to say of gradients that JAX has summed and that nothing has changed since."""
-    first = next(iter(jax.tree.leaves(grads)), None)
-    return next((message for found, message in _SUMMED if found() is first), None)
-
-
-def sums(loss: ArrayLike, params: PyTree, name: str) -> str | None:
-    """Inside `jax.shard_map`: a warning of a loss that varies along axes along which not all
-    parameters do, as JAX sums their gradients over these; None if there are no such axes."""
+def summed_over(loss: ArrayLike, params: PyTree) -> str:
+    """Inside `jax.shard_map`: the axes along which a loss varies, and not all parameters do, as JAX
+    sums their gradients over these: as they are written in code, or "" if there are none."""
     axes = varying_axes(loss)
     shared = [axes - varying_axes(x) for x in jax.tree.leaves(params)] if axes else []
     found = sorted(axis for axis in frozenset().union(*shared) if lax.axis_size(axis) > 1)
-    if not found:
-        return None
-    over = repr(found[0] if len(found) == 1 else tuple(found))
-    return (
-        f"The loss of gainstage.{name} varies over {over} inside of jax.shard_map, so JAX "
-        f"sums the gradients over these devices. If it is a mean over a device's part of the "
-        f"batch, they are too large: return jax.lax.pmean(loss, {over}) from loss_fn. If it is "
-        f"a part of a sum, return jax.lax.psum(loss, {over}), with the same gradients as now."
-    )
+    return repr(found[0] if len(found) == 1 else tuple(found)) if found else ""
 
 
 def varying_like(tree: Tree, arrays: Iterable[ArrayLike]) -> Tree:

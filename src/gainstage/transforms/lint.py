@@ -12,6 +12,7 @@ from gainstage._programs import degrees
 from gainstage._programs.degrees import FREE, ONE, OWN, Mark, Seen, power_of, product
 from gainstage._programs.places import line_of
 from gainstage._variables.bridge import recorded
+from gainstage._variables.sharding import SUMMED
 from gainstage.transforms.refusals import needless_scale
 
 SOME_LINE = "an unknown line"
@@ -77,6 +78,7 @@ _TEXTS = {
         "which tells of the step before. Pass the state that the update returned: updates, "
         "opt_state = tx.update(grads, opt_state, params)."
     ),
+    "summed": SUMMED.format(at="of the gradients at {line}", over="{over}"),
     "no use": (
         "The rule of the update at {update} has no effect: the loss of gainstage.autocast has a "
         "loss_scale of its own. Leave the rule out, and for another scale write "
@@ -200,6 +202,7 @@ def faults_in(marks: Sequence[Mark]) -> list[Fault]:
     by: Mark | None = None
     grads = list[Mark]()
     taken: dict[Any, Mark] = {}  # the update that got each decision
+    summed: dict[Any, Mark] = {}  # the gradients that JAX sums over devices
     for mark in marks:
         origin = mark.value.origin
         if mark.name == "taken" and state and origin is not None:
@@ -211,8 +214,13 @@ def faults_in(marks: Sequence[Mark]) -> list[Fault]:
             state, by, grads = mark, mark if "divides" in mark.options else None, []
         elif mark.name == "by":
             by = mark
+        elif mark.name == "summed":
+            summed[origin] = mark
         elif mark.name == "gradient":
             grads.append(mark)
+            if state and origin in summed:
+                over = ",".join(summed[origin].options)
+                found[_fault("summed", state, summed[origin].eqn, over=over)] = None
         elif state and (fault := _of_function(mark, state)):
             found[fault] = None
     return list(found | dict.fromkeys(_of_update(state, by, grads)))

@@ -21,7 +21,6 @@ from gainstage._scaling.step_telemetry import check_telemetry
 from gainstage._variables.sharding import (
     on_mesh,
     replicated_like,
-    summed,
     typed_like,
     typed_sharding,
 )
@@ -340,8 +339,6 @@ class ScaledTransformation:
                     extra[name] = marked_function(extra[name], name)
         if "loss" in self.rule.measures and extra.get("value") is None:
             self._tell(NO_LOSS.format(rule=type(self.rule).__name__))
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            self._tell(summed(updates))
 
     def _tell(self, wrong: str | None) -> None:
         """Warns, once of each fault."""

@@ -20,12 +20,13 @@ from gainstage._scaling import gradients
 from gainstage._scaling.retry_loop import NO_RETRY, Attempt, may_help, try_again
 from gainstage._variables.bridge import reruns
 from gainstage._variables.sharding import (
+    SUMMED,
     knows_what_varies,
     on_mesh,
     on_one_mesh,
     replicated_like,
+    summed_over,
     tell_if_whole,
-    warned_of_sums,
 )
 from gainstage._variables.types import Aux, OptState, Params, PyTree, Scalar, Structure, Using
 from gainstage._variables.variable import is_inside
@@ -563,7 +564,10 @@ class _CompiledStep:
         if not divides:
             grads = gradients.unscale(grads, scale)
         trainable = models.chosen(params, grads)
-        self._told = self._told or warned_of_sums(loss, trainable)
+        over = "" if self._told else summed_over(loss, trainable)
+        if over:
+            self._told = True
+            warn(SUMMED.format(at="of gainstage.train_step", over=over))
         if shardings and divides:
             found = leaves_and_none(models.chosen(carried.model.combine(shardings), grads))
             if None not in found:

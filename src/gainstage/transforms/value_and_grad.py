@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from gainstage._base.checks import brief
 from gainstage._scaling import gradients
-from gainstage._variables.sharding import note_sums
+from gainstage._variables.sharding import summed_over
 from gainstage._variables.types import Aux, OptState, P, PyTree, Scalar, Using
 from gainstage.transforms import models, nnx_objects
 from gainstage.transforms.loss_scaled_state import loss_scaled_state, state_to_scale_by
@@ -88,8 +88,8 @@ def value_and_grad(
         differentiate = scaled_value_and_grad(fun, factor, has_aux, using, args, argnums)
         (_, (loss, aux)), grads = differentiate(*args, **kwargs)
         grads = gradients.unscale(grads, factor)
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            note_sums(loss, grads)
+        if jax.sharding.get_abstract_mesh().manual_axes and (over := summed_over(loss, grads)):
+            grads = marked(grads, "summed", over)
         return ((loss, aux) if has_aux else loss), grads
 
     return true
