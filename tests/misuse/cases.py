@@ -391,49 +391,11 @@ for _ in range(30):
     (w,), state = opt.stateless_apply([x.value() for x in opt.variables], grads, [v.value()])
     for x, new in zip([v, *opt.variables], [w, *state]): x.assign(new)
 """),
-    "variables that stateless_apply does not change, saved": ("warns", "Assign them first", """
-v = gs.optimizers.Variable(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v])
-scaled = gs.optimizers.functionalize(opt.scale_loss, opt.variables)
-grad = lambda s, w: jax.grad(lambda w: scaled(s, plain(w[0]))[0])(w)
-step, tv, ov = jax.jit(lambda w, s: opt.stateless_apply(s, grad(s, w), w)), [v.value()], [x.value() for x in opt.variables]
-tv, ov = step(tv, ov); opt.save_own_variables({})
-"""),
-    "variables that stateless does not change, saved": ("warns", "Assign them first", """
-v = gs.optimizers.Variable(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v]); state = [v, *opt.variables]
-run = jax.jit(gs.optimizers.functionalize(lambda: opt.minimize(lambda: plain(v.value()), [v]), state))
-values = [x.value() for x in state]
-for _ in range(3): loss, values = run(values); opt.save_own_variables({})
-"""),
-    "variables that stateless reads, or that are assigned, saved": ("works", "", """
-v = gs.optimizers.Variable(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v]); state = [v, *opt.variables]
-jax.jit(gs.optimizers.functionalize(lambda: opt.scale_loss(plain(v.value())), state))([x.value() for x in state])
-opt.save_own_variables({})
-step = gs.optimizers.jit(lambda: opt.minimize(lambda: plain(v.value()), [v]), state)
-step.lower(); opt.save_own_variables({}); step(); opt.save_own_variables({})
-run = jax.jit(gs.optimizers.functionalize(lambda: opt.minimize(lambda: plain(v.value()), [v]), state))
-for _ in range(3):
-    loss, values = run([x.value() for x in state])
-    for x, new in zip(state, values): x.assign(new)
-    opt.save_own_variables({})
-"""),
     "the scale of a Keras optimizer between and after fits": ("works", "", """
 import keras; from gainstage.interop.keras import LossScaleOptimizer
 model = keras.Sequential([keras.layers.Dense(1)]); model.build((None, 4))
 model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01)), "mse")
 for n in range(3): model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0); [float(model.optimizer.loss_scale) for _ in range(12)]
-"""),
-    "what stateless_apply returns, assigned and saved": ("works", "", """
-v = gs.optimizers.Variable(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v])
-scaled = gs.optimizers.functionalize(opt.scale_loss, opt.variables)
-grad = lambda s, w: jax.grad(lambda w: scaled(s, plain(w[0]))[0])(w)
-step, tv, ov = jax.jit(lambda w, s: opt.stateless_apply(s, grad(s, w), w)), [v.value()], [x.value() for x in opt.variables]
-step.lower(tv, ov)
-for n in range(1, 4):
-    tv, ov = step(tv, ov)
-    for x, new in zip([v, *opt.variables], [*tv, *ov]): x.assign(new)
-    opt.save_own_variables({})
-other = gs.optimizers.SGD(0.1); other.stateless_apply([x.value() for x in (other.build([v]), other)[1].variables], [w], [v.value()])
-other.apply([w], [v]); other.save_own_variables({})
 """),
     "float16 times a scale": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)

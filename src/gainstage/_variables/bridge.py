@@ -7,7 +7,6 @@
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, Generic
 
@@ -130,13 +129,6 @@ def functionalize(
         >>> print(new_count, int(count))
         15 0
     """
-    return _functional(fn, state, notes=True)
-
-
-def _functional(
-    fn: Callable[P, R], state: State, notes: bool
-) -> Callable[Concatenate[PyTree, P], tuple[R, PyTree]]:
-    """`functionalize`; if it `notes`, `LEFT` gets variables whose new values are results only."""
     variables = variables_in(state)
     structure: Structure = jax.tree.structure(state)
 
@@ -158,17 +150,10 @@ def _functional(
         finally:
             # Again, because a signal may have interrupted `bound` while it did so.
             Variable._unbind(variables, own)
-        for variable, before, after in zip(variables, values, new, strict=True) if notes else ():
-            if after is not before and isinstance(variable._value, jax.Array):
-                LEFT[variable] = weakref.ref(variable._value)
         return result, structure.unflatten(new)
 
     del pure.__wrapped__  # its signature is another one
     return pure  # type: ignore[return-value] # mypy: `values` has a name here
-
-
-# The variables that functions of `functionalize` assigned, with the values that they still have.
-LEFT: weakref.WeakKeyDictionary[Variable, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
@@ -207,7 +192,7 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
         self._state, self._donate = variables_in(state), donate
         found = [variable._constants_of for variable in self._state]
         self._constants = [reference for reference in found if reference is not None]
-        self._pure: Callable[..., tuple[R, Any]] = _functional(fn, self._state, notes=False)
+        self._pure: Callable[..., tuple[R, Any]] = functionalize(fn, self._state)
         self._compile()
         functools.update_wrapper(self, fn, updated=())
 
@@ -295,7 +280,7 @@ def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
 
 def run_eagerly(fn: Callable[P, R], state: State, *args: P.args, **kwargs: P.kwargs) -> R:
     """Runs `fn` uncompiled; its assignments to `state` are made at its end, or not at all."""
-    result, values = _functional(fn, state, notes=False)(read(state), *args, **kwargs)
+    result, values = functionalize(fn, state)(read(state), *args, **kwargs)
     assign(variables_in(state), jax.tree.leaves(values))
     return result
 

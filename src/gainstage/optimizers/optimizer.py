@@ -497,9 +497,7 @@ class Optimizer(Configurable, Arguments, Saved):
             TypeError: `loss` is not callable, or does not return a floating number.
             ValueError: `loss` does not return a scalar.
         """
-        found = self._differentiate(loss, var_list)
-        self._runner.note_computed(found)
-        return found.pairs
+        return self._differentiate(loss, var_list).pairs
 
     def _differentiate(self, loss: Any, var_list: VarList, **how: Any) -> Differentiated:
         return differentiate(loss, var_list, self.scale_loss, sums=self._sums_losses, **how)
@@ -529,7 +527,7 @@ class Optimizer(Configurable, Arguments, Saved):
             trainable_variables: the variables of `grads`, all or some of those that the optimizer
                 was built with, in any order; by default all. The first call builds the optimizer.
             loss: the true loss, a scalar, for loss-scale rules and optax transformations that
-                need it.
+                need it; `minimize` passes it itself, `compute_gradients` does not return it.
             apply_if: a bool scalar. If False, the update is skipped, even if all gradients are
                 finite. The loss scale still reacts to them, and the microbatch does not count in
                 its window. Several optimizers can share a skip decision:
@@ -544,7 +542,7 @@ class Optimizer(Configurable, Arguments, Saved):
                 gradients, or no variables for an optimizer that is not built.
         """
         grads = listed("grads", grads)
-        loss = self._runner.loss_of(grads) if loss is None else loss
+        loss = self._runner.minimized_loss if loss is None else loss
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
         if not grads:
             return
@@ -629,7 +627,6 @@ class Optimizer(Configurable, Arguments, Saved):
             0.5
         """
         trainable, variables = self._built_variables("stateless_apply"), self.variables
-        self._leave()
         grads = listed("grads", grads)
         optimizer_variables = listed("optimizer_variables", optimizer_variables)
         trainable_variables = listed("trainable_variables", trainable_variables)

@@ -34,8 +34,6 @@ class Runner:
         self._kind: Signature | None = None
         # Inside of `minimize`: its true loss, and what tells whether each of its steps was applied.
         self._minimized: tuple[jax.Array, list[Any]] | None = None
-        # The gradients that the last `compute_gradients` has returned, and their true loss.
-        self._computed: tuple[list[weakref.ref[Any]], jax.Array] | None = None
         self._watch = DeadRunWatch()
 
     def __reduce__(self) -> tuple[type["Runner"], tuple[()]]:
@@ -62,19 +60,10 @@ class Runner:
         finally:
             self._minimized = None
 
-    def note_computed(self, found: Differentiated) -> None:
-        """Notes the true loss of the gradients that `compute_gradients` returns, for `loss_of`."""
-        self._computed = [weakref.ref(g) for g in found.grads if g is not None], found.loss
-
-    def loss_of(self, grads: list[Any]) -> jax.Array | None:
-        """The true loss of the gradients of a step, if it is known."""
-        if self._minimized is not None:
-            return self._minimized[0]
-        if self._computed is None:
-            return None
-        (known, loss), self._computed = self._computed, None
-        alive = [reference() for reference in known]
-        return loss if any(g is x for x in alive if x is not None for g in grads) else None
+    @property
+    def minimized_loss(self) -> jax.Array | None:
+        """The true loss of a step of `minimize`; None for one of a user's own gradients."""
+        return None if self._minimized is None else self._minimized[0]
 
     def checked(
         self,

@@ -2,7 +2,6 @@
 
 import itertools
 import reprlib
-import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -15,16 +14,11 @@ from gainstage._base import checks
 from gainstage._base._jax import Tracer
 from gainstage._base.arrays import owned
 from gainstage._base.checks import brief
-from gainstage._base.warn import warn
-from gainstage._variables.bridge import LEFT, assign
+from gainstage._variables.bridge import assign
 from gainstage._variables.types import Values
 from gainstage._variables.variable import Variable
 
 Checks = Mapping[Variable, Callable[[str, Any], Any]]  # more checks of some variables' values
-
-# The optimizers of which `stateless_apply` was called, with the value of the first variable then.
-_STATELESS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-_TOLD: weakref.WeakSet[Any] = weakref.WeakSet()  # those that have warned of it
 
 
 class Saved:
@@ -69,27 +63,7 @@ class Saved:
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Writes all of `variables` to `store`, as numpy arrays under "0", "1", ..."""
-        self._tell_if_left()
         into_store(self.variables, store)
-
-    def _leave(self) -> None:
-        """Notes a `stateless_apply`, which changes no variable."""
-        value = self.variables[0]._value
-        if isinstance(value, jax.Array) and not isinstance(value, Tracer):
-            _STATELESS[self] = weakref.ref(value)
-
-    def _tell_if_left(self) -> None:
-        """Warns once of variables that are saved as they were before `stateless_apply`."""
-        first = self.variables[0]
-        left = [x() for x in (_STATELESS.pop(self, None), LEFT.pop(first, None)) if x is not None]
-        if any(value is first._value for value in left) and self not in _TOLD:
-            _TOLD.add(self)
-            warn(
-                "The variables that are saved here are those of before the steps of "
-                "stateless_apply or functionalize, which return the new values and change no "
-                "variable. Assign them first: for v, x in zip([*variables, *optimizer.variables], "
-                "[*weights, *state]): v.assign(x)."
-            )
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Sets all of `variables` from what `save_own_variables` stored, or none.
