@@ -1,6 +1,6 @@
-"""The watch of a run: it warns once if its last 50 steps were all skipped, and once, where the
-lowest scale of its rule is known, if the scale has fallen to it before."""
+"""Warns of a run whose last 50 steps were all skipped, or whose loss scale fell to its lowest."""
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,28 +18,27 @@ _LOW = (
     "gainstage.xray(loss_fn, params, *batch, scale={power}) of such a step names the operation, "
     "and gainstage.diagnostics.Alarms says why steps are skipped."
 )
+_WHY = {
+    None: "",
+    True: " The loss is finite, so a gradient overflows or is NaN.",
+    False: " The loss is not finite, which no scale mends: look at the data and the weights.",
+}
 
 
 class DeadRunWatch:
-    """Looks at the flags of earlier steps, every 64 steps, and warns once of a dead run. It also
-    warns once if skipped steps have lowered the scale to the lowest of the rule.
+    """Looks at the flags of the last 64 steps, every 64 steps, and warns once of each of the two.
 
     It waits for no flag: one that is not computed yet is left for the next look. A warning reads
-    the current scale, and may wait for it, once. Of a healthy run it keeps the scalars of one step
-    in 64. After a skipped one it keeps those of each step, as at the start. It
-    looks before a step, so that a warning that is an error loses nothing.
+    the current scale, and may wait for it, once. It looks before a step, so that a warning that is
+    an error loses nothing.
 
     Args:
         lowest: the scale of which the second warning is; 0 for none.
     """
 
     def __init__(self, lowest: float = 0.0) -> None:
-        self._lowest = lowest
-        self._steps: list[tuple[Any, Any, Any, Any]] = []  # those that it has not looked at yet
-        self._count, self._keeps_all = 0, True
-        self._skipped = 0  # in a row, up to these
-        self._warned = False
-        self._last: Any = None  # the flag of the last step
+        self._lowest, self._count, self._warned = lowest, 0, False
+        self._steps: deque[tuple[Any, Any, Any, Any]] = deque(maxlen=EVERY)
 
     def see(self, applied: Any, loss: Any, wanted: Any = True, scale: Any = None) -> None:
         """Notes a step.
@@ -50,14 +49,8 @@ class DeadRunWatch:
             wanted: False, also as an array, for a step that the user left out.
             scale: the loss scale after it, an array that no step donates, or None.
         """
-        self._last = applied
         self._count += 1
-        if self._keeps_all or not self._steps:
-            self._steps.append((applied, loss, wanted, scale))
-
-    def ended_with(self, applied: Any) -> bool:
-        """Whether this is the flag of the last step, so that the next one goes on from there."""
-        return self._last is applied
+        self._steps.append((applied, loss, wanted, scale))
 
     def look(self, scale: Callable[[], Any]) -> None:
         """Looks at the steps that it has seen, if it is time.
@@ -65,53 +58,33 @@ class DeadRunWatch:
         Args:
             scale: a function that returns the current loss scale.
         """
-        if self._count == EVERY:
-            self._count = 0
-            self._look(scale)
-
-    def _look(self, scale: Callable[[], Any]) -> None:
-        ready = len(self._steps)
-        while ready and not _is_ready(self._steps[ready - 1][0]):
-            ready -= 1
-        looked, self._steps = self._steps[:ready], self._steps[ready:]
-        in_a_row = 0
-        for applied, _, wanted, _ in reversed(looked):  # of a healthy run, one flag is read
+        if self._warned or self._count % EVERY:
+            return
+        steps = list(self._steps)
+        while steps and not _is_ready(steps[-1][0]):
+            steps.pop()
+        skipped = 0
+        for applied, _, wanted, _ in reversed(steps):  # of a healthy run, one flag is read
             if np.asarray(applied):
                 break
-            in_a_row += bool(np.asarray(wanted))
-        else:
-            in_a_row += self._skipped
-        self._skipped = in_a_row if self._keeps_all else 0
-        if looked and self._skipped >= DEAD and not self._warned:
+            skipped += bool(np.asarray(wanted))
+        if skipped >= DEAD:
             self._warned = True
-            warn(_message(in_a_row, looked[-1][1], float(np.asarray(scale()))))
-        elif looked and self._is_low(looked[-1][3]) and not self._warned:
-            lowest = as_power(self._lowest)
-            self._lowest = 0.0
+            warn(_message(skipped, steps[-1][1], as_power(float(np.asarray(scale())))))
+        elif self._lowest and steps and np.asarray(steps[-1][3]) <= self._lowest:
+            lowest, self._lowest = as_power(self._lowest), 0.0
             warn(_LOW.format(lowest=lowest, power=lowest.replace("2^", "2.0**")))
-        if looked:
-            self._keeps_all = in_a_row > 0 and not self._warned
-
-    def _is_low(self, scale: Any) -> bool:
-        """Whether a scale is the lowest of the rule; False if it is not computed yet."""
-        known = self._lowest > 0 and scale is not None and _is_ready(scale)
-        return known and float(np.asarray(scale)) <= self._lowest
 
 
 def _is_ready(x: Any) -> bool:
     return not hasattr(x, "is_ready") or x.is_ready()
 
 
-def _message(skipped: int, loss: Any, scale: float) -> str:
+def _message(skipped: int, loss: Any, scale: str) -> str:
     known = loss is not None and not isinstance(loss, Tracer) and _is_ready(loss)
-    finite = bool(np.isfinite(np.asarray(loss, np.float32)).all()) if known else None
-    why = {
-        None: "",
-        True: " The loss is finite, so a gradient overflows or is NaN.",
-        False: " The loss is not finite, which no scale mends: look at the data and the weights.",
-    }[finite]
+    why = _WHY[bool(np.isfinite(np.asarray(loss, np.float32)).all()) if known else None]
     return (
         f"The last {skipped} steps in a row were skipped, so no weight has changed; the loss scale "
-        f"is {as_power(scale)}.{why} gainstage.xray(loss_fn, params, *batch, "
-        f"scale={as_power(scale).replace('2^', '2.0**')}) names the operation."
+        f"is {scale}.{why} gainstage.xray(loss_fn, params, *batch, "
+        f"scale={scale.replace('2^', '2.0**')}) names the operation."
     )

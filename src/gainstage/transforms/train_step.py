@@ -435,7 +435,7 @@ class _CompiledStep:
         opt_state = state.opt_state
         if inside:
             self._warn_inside()
-        elif self._over and not self._watch.ended_with(getattr(opt_state, "applied", None)):
+        elif self._over and state._returned is None:
             opt_state = self._divided(state.params, opt_state, batch)
         given, carried = self._split(state, (opt_state, jnp.asarray(state.step)))
         arrays, shardings = on_one_mesh(given, batch)
