@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+import threading
 import warnings
 
 import flax.nnx as nnx
@@ -65,6 +66,50 @@ def test_it_works_or_says_what_is_wrong(kind, match, code):
         assert re.search(match, told[0], re.S), told[0]
         assert len(told[0]) <= 600
         assert found[0].filename == "<string>"  # the line of the user, not one inside of a library
+
+
+# Loops that are told, unasked, that their gradients have no loss scale, and loops that are right.
+NOT_SCALED = re.compile("multiplied|get_unscaled_gradients to be called")
+UNSCALED = [
+    name for name, (kind, match, _) in CASES.items() if kind == "warns" and NOT_SCALED.search(match)
+]
+SCALED = [
+    "a scaled loss, and no rule", "by hand", "scales by hand that are right",
+    "SAM with a scaled grad_fn", "scale_loss inside of value_and_grad, for a penalty and for a log",
+    "gradients times the scale", "compute_gradients and apply_gradients",
+    "all ways to scale in tf2",
+]  # fmt: skip
+
+
+def test_a_warning_does_not_depend_on_what_ran_before(monkeypatch):
+    """In both orders, and in two threads at once, each loop is told what it is told alone."""
+    names = [name for pair in zip(UNSCALED, SCALED, strict=False) for name in pair]
+    names += UNSCALED[len(SCALED) :] + SCALED[len(UNSCALED) :]
+    heard = threading.local()
+    found = []
+
+    def said(names):
+        told = {}
+        for name in names:
+            heard.now = told[name] = []
+            exec(CASES[name][2], scope())
+        found.append(
+            {name: [bool(NOT_SCALED.search(text)) for text in told[name]] for name in names}
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", lambda text, *_: heard.now.append(str(text)))
+        said(names)
+        said(names[::-1])
+        threads = [threading.Thread(target=said, args=[order]) for order in (names, names[::-1])]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    wanted = {name: [True] for name in UNSCALED} | {name: [] for name in SCALED}
+    assert len(UNSCALED) >= 5
+    assert found == [wanted] * 4
 
 
 def test_the_table_is_one():
