@@ -1,15 +1,9 @@
 """The documentation: the code of each page runs, and prints what the page says."""
 
-import functools
 import re
-import sys
 from pathlib import Path
 
-import jax
 import pytest
-
-import gainstage as gs
-from gainstage.transforms.train_step import TrainStep
 
 pytestmark = pytest.mark.repo
 
@@ -49,55 +43,3 @@ def test_code_blocks_run(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for printed, output in run(page, capsys.readouterr):
         assert not output or printed == output
-
-
-@pytest.fixture
-def linted(monkeypatch):
-    """What `lint` finds in the steps of a page, each at its first call."""
-    faults, jit, take, seen = [], jax.jit, TrainStep.__call__, set()
-
-    def linting_jit(fun=None, **options):
-        if fun is None:
-            return functools.partial(linting_jit, **options)
-        compiled = jit(fun, **options)
-        if options.keys() & {"static_argnums", "static_argnames"}:
-            return compiled
-        if sys._getframe(1).f_globals["__name__"] != "docs":
-            return compiled
-
-        def call(*args, **kwargs):
-            if call not in seen:
-                seen.add(call)
-                faults.extend(gs.lint(compiled, *args, **kwargs))
-            return compiled(*args, **kwargs)
-
-        call.lower, call.trace = compiled.lower, compiled.trace
-        return functools.update_wrapper(call, fun)
-
-    def linting_step(self, state, *batch, **named):
-        if self not in seen:
-            seen.add(self)
-            faults.extend(gs.lint(lambda state, *batch: take(self, state, *batch), state, *batch))
-        return take(self, state, *batch, **named)
-
-    monkeypatch.setattr(jax, "jit", linting_jit)
-    monkeypatch.setattr(TrainStep, "__call__", linting_step)
-    return faults, seen
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "page",
-    [p for p in (*PAGES, ROOT / "README.md") if p not in TESTED and "train_step(" in p.read_text()],
-    ids=lambda page: page.stem,
-)
-def test_lint_finds_nothing_in_the_steps_of_a_page(page, capsys, tmp_path, monkeypatch, linted):
-    """No step that a page shows as right is accused."""
-    for library in NEEDS.get(page.stem, []):
-        pytest.importorskip(library)
-    monkeypatch.chdir(tmp_path)
-    run(page, capsys.readouterr)
-    faults, seen = linted
-    if not seen:
-        pytest.skip("the page takes no step")
-    assert [fault for fault in faults if fault.kind != "needless scale"] == []

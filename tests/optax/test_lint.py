@@ -320,6 +320,10 @@ WRONG = {
         "not scaled", r"state\.value_and_grad\(loss_fn\)\(\*batch\)",
         lambda w, s: TX.update(jax.grad(plain)(w), s, w), SCALED,
     ),
+    "an update that is compiled itself": (
+        "not scaled", r"before the update at test_lint\.py:\d+,.*computed at test_lint\.py",
+        lambda w, s: jax.jit(TX.update)(jax.grad(plain)(w), s, w), SCALED,
+    ),
     "jax's gradients of a state": (
         "not scaled", "No loss was multiplied",
         lambda state: state.apply_gradients(jax.grad(plain)(state.params)), (WHOLE,),

@@ -18,7 +18,7 @@ from gainstage._base._jax import Literal as Written
 from gainstage._programs import jaxprs
 from gainstage._programs.jaxprs import AnyJaxpr
 from gainstage._programs.operations import PRODUCTS
-from gainstage._programs.places import is_library
+from gainstage._programs.places import is_library, line_of
 
 PREFIX = "gainstage:"  # of the names of marks
 OWN = "own"  # the unit of a loss that scales itself, by no state
@@ -333,6 +333,7 @@ class Mark(NamedTuple):
     options: tuple[str, ...]
     value: Seen
     eqn: JaxprEqn
+    line: str  # of the user's code, or of the call around, as of `jax.jit(tx.update)`
 
 
 TURNS = 8  # of a loop, after which what is known of its carry does not settle
@@ -358,6 +359,7 @@ class _Reading:
     def __init__(self, units: frozenset[Unit]) -> None:
         self._units = units
         self._is_inside = False  # of a backward pass
+        self._line = ""  # of the call around
         self.marks: list[Mark] = []
         self.scales: set[Unit] = set()  # the values that are marked as loss scales
 
@@ -398,12 +400,14 @@ class _Reading:
         """What is known of the results of an equation."""
         if eqn.primitive.name == "name" and eqn.params["name"].startswith(PREFIX):
             return [self._marked(eqn, xs[0])]
-        around, self._is_inside = self._is_inside, self._is_inside or _is_backward(eqn)
+        around = self._is_inside, self._line
+        self._is_inside |= _is_backward(eqn)
+        self._line = (jaxprs.inner(eqn) and line_of(eqn)) or self._line
         try:
             outs = self._computed(eqn, xs)
             return [x._replace(derived=True) for x in outs] if self._is_inside else outs
         finally:
-            self._is_inside = around
+            self._is_inside, self._line = around
 
     def _computed(self, eqn: JaxprEqn, xs: list[Seen]) -> list[Seen]:
         """What is known of the results of an equation that is no mark."""
@@ -471,7 +475,7 @@ class _Reading:
             x = Seen(x.degree, x.through | {OWN}, derived=x.derived)
         elif name == "summed":
             x = x._replace(origin=(name, id(eqn)))
-        self.marks.append(Mark(name, tuple(options), x, eqn))
+        self.marks.append(Mark(name, tuple(options), x, eqn, line_of(eqn) or self._line))
         # What an update makes of its gradients are numbers, with which others may begin.
         return Seen(self._divisor()) if name == "gradient" else x
 

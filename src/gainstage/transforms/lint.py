@@ -191,7 +191,7 @@ def lint(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Fault]:
     needless = needless_scale(program) if adapts else None
     found = faults_in(marks)
     if adapts and needless:
-        found.append(Fault("needless scale", line_of(adapts.eqn) or SOME_LINE, needless))
+        found.append(Fault("needless scale", adapts.line or SOME_LINE, needless))
     return found
 
 
@@ -227,7 +227,7 @@ def faults_in(marks: Sequence[Mark]) -> list[Fault]:
 
 
 def _fault(kind: str, state: Mark, at: JaxprEqn | None = None, **names: str) -> Fault:
-    update = line_of(state.eqn) or SOME_LINE
+    update = state.line or SOME_LINE
     line = (line_of(at) if at else "") or update
     text = _TEXTS[kind]
     if "variable" in state.options:
