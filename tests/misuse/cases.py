@@ -1,4 +1,9 @@
-"""The table of misuses: a name, which of the three it is, what is said, and the code."""
+"""The table of misuses: a name, which of the four it is, what is said, and the code.
+
+What is wrong at construction, or with what one call is given, is refused or told there; what the
+program of a step shows, `lint` finds. What a Python loop does between two calls is not watched, but
+for two things: a run of skipped steps, and an optimizer whose scale nobody asked for.
+"""
 
 STEP = """
 state, step = gs.TrainState.create(w, {tx}), gs.train_step(plain)
@@ -703,10 +708,6 @@ state, loss = gs.train_step(plain)(gs.TrainState.create(w.astype(jnp.float16), s
 assert state.params.dtype == jnp.float16 and loss.dtype == jnp.float32
 """),
     # ── loops ────────────────────────────────────────────────────────────────────────────────
-    "a scaled loss outside of jit": ("warns", "into jax.jit", """
-loss = gs.autocast(plain, loss_scale=2.0**15)
-for _ in range(20): w = w - 0.1 * jax.grad(loss)(w)
-"""),
     "a run without a step": ("warns", "in a row were skipped", """
 state, step = gs.TrainState.create(w, sgd), gs.train_step(plain)
 for _ in range(130): state, _ = step(state, NAN)
@@ -776,7 +777,7 @@ step = gs.train_step(half)
 f = jax.shard_map(lambda *args: step(*args)[0].params, mesh=mesh, in_specs=(P(), P('data')), out_specs=P())
 f(gs.TrainState.create(W, sgd), X)
 """),
-    "the loss of each device's part, in a loop of one's own": ("lints", "gradients at .*varies over 'data'.*pmean", MESH + """
+    "the loss of each device's part, in a loop of one's own": ("lints", "differentiated at .*varies over 'data'.*pmean", MESH + """
 tx = gs.loss_scaled(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=(P(), P()))
 def own(p, s, x):
     grads = gs.value_and_grad(half, s)(p, x)[1]

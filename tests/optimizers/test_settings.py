@@ -2,6 +2,7 @@
 
 import functools
 
+import jax.numpy as jnp
 import pytest
 
 import gainstage as gs
@@ -173,6 +174,14 @@ def test_a_compiled_step_is_compiled_again_only_after_a_change():
         counts.append(len(traces))
     assert counts == [1, 1, 2, 2, 3]
     assert float(weight) == 3.0 - 0.5 * 4 - 0.25 * 4 - 0.25 - 0.25 - 0.25 * 2
+
+
+def test_a_learning_rate_is_a_number_that_float32_holds():
+    """The largest one is taken, a larger one is a ValueError."""
+    largest = float(jnp.finfo(jnp.float32).max)
+    assert float(SGD(largest).learning_rate) == largest
+    with pytest.raises(ValueError, match=r"that float32 holds for learning_rate; got 3\.5e"):
+        SGD(3.5e38)
 
 
 def test_a_variable_as_learning_rate_is_read_in_each_step():

@@ -402,7 +402,7 @@ class _Reading:
             return [self._marked(eqn, xs[0])]
         around = self._is_inside, self._line
         self._is_inside |= _is_backward(eqn)
-        self._line = (jaxprs.inner(eqn) and line_of(eqn)) or self._line
+        self._line = (line_of(eqn) if jaxprs.inner(eqn) else "") or self._line
         try:
             outs = self._computed(eqn, xs)
             return [x._replace(derived=True) for x in outs] if self._is_inside else outs

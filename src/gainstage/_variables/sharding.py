@@ -131,7 +131,7 @@ def knows_what_varies(mesh: AbstractMesh) -> bool:
     return all(varying_axes(lax.axis_index(axis)) for axis in axes)
 
 
-# What is said of a loss {at} over {over} of whose gradients JAX sums those of all devices.
+# What is said of a loss whose gradients JAX sums over devices: {at} says which, {over} the axes.
 SUMMED = (
     "The loss {at} varies over {over} inside of jax.shard_map, so JAX sums the gradients over "
     "these devices. If it is a mean over a device's part of the batch, they are too large: return "

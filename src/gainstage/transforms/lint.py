@@ -78,7 +78,7 @@ _TEXTS = {
         "which tells of the step before. Pass the state that the update returned: updates, "
         "opt_state = tx.update(grads, opt_state, params)."
     ),
-    "summed": SUMMED.format(at="of the gradients at {line}", over="{over}"),
+    "summed": SUMMED.format(at="that is differentiated at {line}", over="{over}"),
     "no use": (
         "The rule of the update at {update} has no effect: the loss of gainstage.autocast has a "
         "loss_scale of its own. Leave the rule out, and for another scale write "

@@ -269,7 +269,7 @@ class ScaledTransformation:
         rule_state = state.rule_state
         is_own = by is rule_state.scale
         known = {
-            "fixed": self.is_fixed or not self._watches,
+            "fixed": self.is_fixed,
             "ruled": self._is_chosen,
             "chosen": apply_if is not None,
             "divides": is_own,  # by this scale
