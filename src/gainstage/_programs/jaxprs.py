@@ -179,14 +179,13 @@ def changeable(eqn: JaxprEqn) -> list[tuple[AnyJaxpr, int | None]]:
     """The programs inside an equation that `rebuilt` can change, each with its place if the
     equation has several. Functions with their own derivatives and kernels have none."""
     name, params = eqn.primitive.name, eqn.params
-    if is_kernel(eqn):
-        return []
     if name in ("remat", "remat2", "checkpoint", "scan", "shard_map"):
         return [(params["jaxpr"], None)]
     if name == "while":
         return [(params["cond_jaxpr"], 0), (params["body_jaxpr"], 1)]
     if name == "cond":
-        return [(branch, n) for n, branch in enumerate(params["branches"])]
+        branches = [] if is_kernel(eqn) else params["branches"]
+        return [(branch, n) for n, branch in enumerate(branches)]
     program = None if name.startswith("custom_") else called(eqn)
     return [] if program is None else [(program, None)]
 

@@ -102,7 +102,7 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
       half precision, as a bias does. Other arguments are rounded only for products.
     - Functions with their own derivatives (`jax.custom_vjp`, `jax.custom_jvp`), callbacks and
       Pallas kernels are computed in the dtypes that they were written in, but for cheap ones such
-      as `jax.nn.relu`.
+      as `jax.nn.relu`. `in_half` gives them half precision.
     - What a call changes, a model of Flax NNX or a `gainstage.optimizers.Variable`, is changed as
       without it.
     - `keep_float32` keeps operations in float32.
@@ -343,7 +343,7 @@ class _Caster:
             warn(
                 f"autocast has computed no product in {self._dtype}: {len(each)} are in functions "
                 f"with derivatives of their own, where it casts nothing, or have been cast by the "
-                f"function. Use autocast inside of such a function, or leave its casts out."
+                f"function. Put gainstage.in_half around such a function, or leave its casts out."
             )
 
     def constant(self, x: ArrayLike) -> Retraced:
@@ -361,7 +361,7 @@ class _Caster:
 
     def compute(self, eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
         """Computes an operation, in half precision where that is right."""
-        if jaxprs.is_kernel(eqn):
+        if eqn.primitive.name == "cond":  # a kernel of `in_half`; others are rebuilt
             self._products += 1
             is_half = self._plan is None or self._plan.dtype_of(path) in DTYPES
             return of_kernel(eqn, values) if is_half else as_written(eqn, values)

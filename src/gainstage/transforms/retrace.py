@@ -237,7 +237,7 @@ def as_written(
 ) -> list[Retraced]:
     """The results of an operation in the dtypes that it has in the program, perhaps with other
     parameters."""
-    if jaxprs.is_kernel(eqn):
+    if eqn.primitive.name == "cond" and jaxprs.is_kernel(eqn):
         found = of_kernel(eqn, values, is_half=False)
         return [settled(v, var.aval) for v, var in zip(found, eqn.outvars, strict=True)]
     settled_values = (settled(v, var.aval).x for v, var in zip(values, eqn.invars, strict=True))
