@@ -21,7 +21,7 @@ from gainstage.precision.autocast import keep_float32
 from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE
 from gainstage.precision.plan import Plan, operations_of
 from gainstage.precision.tuning import tune as tune_function
-from gainstage.transforms.retrace import HALF
+from gainstage.transforms.retrace import CAST_TO
 
 TAKEN = 4  # batches of a dataset
 
@@ -130,7 +130,7 @@ def tune(
             _loss_of(model), weights, calls, dtype=dtype, max_noise=max_noise, max_bias=max_bias,
             max_error=max_error, card=card, progress=progress,
         )  # fmt: skip
-        with HALF(measured.dtype):  # as autocast traces it
+        with CAST_TO(measured.dtype):  # as autocast traces it
             program = jax.make_jaxpr(forward)(weights, others, calls[0][2])
     own = measured.operations[: len(operations_of(program))]
     plan = Plan(measured.dtype, own, measured.predicted, measured.measured, measured.shapes)

@@ -10,7 +10,7 @@ import numpy as np
 from gainstage._programs import in_dtype, jaxprs
 from gainstage._variables.types import P, R
 from gainstage.precision.plan import DTYPES
-from gainstage.transforms.retrace import HALF, IS_KEPT, SINGLE, explain_float32
+from gainstage.transforms.retrace import CAST_TO, IS_KEPT, SINGLE, explain_float32
 
 __all__ = ["in_half"]
 
@@ -64,7 +64,7 @@ def in_half(kernel: Callable[P, R], *, float32: Callable[P, R] | None = None) ->
         leaves = jax.tree.leaves((args, kwargs))
         if not any(map(_is_single, leaves)):
             return kernel(*args, **kwargs)
-        if not HALF.value or IS_KEPT.value:
+        if not CAST_TO.value or IS_KEPT.value:
             try:
                 return wide(*args, **kwargs)
             except Exception as error:
@@ -82,7 +82,7 @@ def _both(kernel: Callable[..., R], wide: Callable[..., R], arguments: Any) -> R
     # Numpy arrays stay concrete: a kernel may read a mask when it is traced.
     is_operand = [_is_single(x) and isinstance(x, jax.Array) for x in leaves]
     operands = [x for x, is_own in zip(leaves, is_operand, strict=True) if is_own]
-    half = DTYPES[HALF.value]
+    half = DTYPES[CAST_TO.value]
     known = list[_Results]()  # those in float32
 
     def called(own: Callable[..., R], dtype: np.dtype, xs: tuple[jax.Array, ...]) -> R:
@@ -91,7 +91,7 @@ def _both(kernel: Callable[..., R], wide: Callable[..., R], arguments: Any) -> R
         args, kwargs = jax.tree.unflatten(
             tree, [x.astype(dtype) if _is_single(x) else x for x in given]
         )
-        with HALF(""):
+        with CAST_TO(""):
             return own(*args, **kwargs)
 
     def in_half_precision(*xs: jax.Array) -> R:

@@ -32,7 +32,7 @@ KEEPS = re.compile(rf"(^|[/(]){KEEP_SCOPE}([/)]|$)")
 IS_KEPT: Any = jax.make_user_context(False)
 # The half-precision dtype of the autocast around a call, "" without one. Compiled functions are
 # traced for each.
-HALF: Any = jax.make_user_context("")
+CAST_TO: Any = jax.make_user_context("")
 # An error that says that half precision must be given; a type such as float16[2] is no such name.
 REFUSES = re.compile(
     r"(?is)^(?=.*\b(float16|bfloat16|fp16|bf16|f16)\b(?!\[))(?=.*\b(only|must|support|expect))"
@@ -229,7 +229,7 @@ def explain_float32(error: Exception) -> None:
 
 
 def _context(half: str | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if half is None else HALF("" if IS_KEPT.value else half)
+    return contextlib.nullcontext() if half is None else CAST_TO("" if IS_KEPT.value else half)
 
 
 def as_written(
