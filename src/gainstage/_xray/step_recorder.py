@@ -19,6 +19,7 @@ from gainstage._base.signals import deferred_signals
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage._variables.types import PyTree
 from gainstage._xray import step_file
+from gainstage.transforms.audit import AuditResult
 
 # Settings of JAX that change what a loss computes; names that a later JAX lacks are ignored.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion",
@@ -53,9 +54,9 @@ class StepRecorder:
     Call `write` after every step; `save` saves a step that is not bad, as of a run that stalls.
     `write` saves the first step with non-finite gradients, and the first
     such step after `healthy` finite ones in a row. Of ten bad steps in a row it saves the tenth, if
-    it saved none of the nine. The first file of a run is never lost, because it tells most: once
-    `keep` newer ones replace it, it is "bad.first.npz". `gainstage xray`, or
-    `gainstage.xray`, then finds the cause in another process.
+    it saved none of the nine. It saves a step too whose audit is past a bound. The first file of a
+    run is never lost, because it tells most: once `keep` newer ones replace it, it is
+    "bad.first.npz". `gainstage xray`, or `gainstage.xray`, then finds the cause in another process.
 
     A skipped step returns the parameters unchanged, bit for bit. So they are the parameters of its
     loss, even if the step donates its arguments. If a step of your own also changes other state on
@@ -120,6 +121,7 @@ class StepRecorder:
         self._due = True  # whether the next bad step is saved
         self._kept = False  # whether one of the bad steps in a row was saved
         self._is_first = True  # whether no step was written yet
+        self._is_off = False  # whether the last audit was past a bound
         self._count = 0  # step files so far
         self._warned = False  # since the last step file
         self._writes = not jax.process_index()
@@ -129,7 +131,9 @@ class StepRecorder:
             self._part.touch()
             self._part.unlink()
 
-    def write(self, step: int, info: StepInfo, *args: PyTree) -> bool:
+    def write(
+        self, step: int, info: StepInfo, *args: PyTree, audit: AuditResult | None = None
+    ) -> bool:
         """Records a step, and saves it if it is bad and due.
 
         Args:
@@ -138,6 +142,9 @@ class StepRecorder:
             *args: the arguments of its loss, with the parameters that the step returned. They are
                 pytrees of arrays, variables (saved as their values), Python numbers and strings.
                 The batch must not be donated.
+            audit: `step.audit` of a `train_step`, or the result of `gainstage.audit`, if any. The
+                first that is past a bound is saved too, with the parameters after the step, and the
+                first after one that was not.
 
         Returns:
             Whether a step file was saved.
@@ -152,9 +159,11 @@ class StepRecorder:
         if self._is_first:
             self._is_first = False
             self._check(args)
+        is_off = audit is not None and audit.is_off
+        was_off, self._is_off = self._is_off, self._is_off if audit is None else is_off
         if bool(info.finite):
             self._finite, self._bad, self._kept = self._finite + 1, 0, False
-            return False
+            return is_off and not was_off and self._wrote(step, info, args)
         self._due |= self._finite >= self._healthy
         self._finite, self._bad = 0, self._bad + 1
         if not (self._due or (self._bad >= MANY and not self._kept)):

@@ -50,7 +50,7 @@ class TensorBoard(Writer):
             self._file = file = old or self._new_file()
             for record in records:
                 for name, number in record.items():
-                    if name != "step" and math.isfinite(number):
+                    if name != "step" and not isinstance(number, str) and math.isfinite(number):
                         summary = scalar(f"train/{name}", float(number))
                         event = Event(wall_time=time.time(), step=record["step"], summary=summary)
                         file.write(event.SerializeToString())

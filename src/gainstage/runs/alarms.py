@@ -14,6 +14,7 @@ from gainstage.runs.history import LONG_STREAK, WINDOW, History, SameCause
 from gainstage.runs.recording import Run
 from gainstage.runs.skip_causes import SkipCause, Streak, cause_of, streaks
 from gainstage.runs.writers import Record, Writer
+from gainstage.transforms.audit import AuditResult
 
 ALARM_KINDS = tuple(dict.fromkeys(finding.name for finding in FINDINGS))
 _BLIND = (
@@ -28,7 +29,8 @@ class Alarm(UserWarning):
     """A warning about a run that a person should look at.
 
     Args:
-        kind: "data", "overflow", "loss", "floor", "skips", "retries", "headroom" or "growth".
+        kind: "data", "overflow", "loss", "floor", "skips", "retries", "audit", "headroom" or
+            "growth".
         step: the step at which the problem was detected.
         message: what happened, and what to do next.
     """
@@ -53,6 +55,8 @@ class Alarms(Writer):
     - "floor": the scale is the rule's lowest, and steps are still skipped.
     - "skips": more than a tenth of the last 200 steps were skipped.
     - "retries": each of the last 16 steps was taken more than once, at a lower scale.
+    - "audit": three audits in a row were past a bound, or one by much; pass them as
+      `write(..., audit=step.audit)`.
     - "headroom": a scale that cannot fall is within one bit of overflow.
     - "growth": for 200 steps the largest gradient was `2**16` below the limit, nothing overflowed,
       and the scale did not rise, except a fixed one of 1. Or all gradients of 50 steps were 0.
@@ -90,13 +94,20 @@ class Alarms(Writer):
         self._tell = on_alarm or (lambda alarm: warnings.warn(alarm, stacklevel=5))
         self._blind: int | None = 0  # records without telemetry, None after the first with it
 
-    def write(self, step: int, info: StepInfo | None = None, **numbers: Any) -> None:
+    def write(
+        self,
+        step: int,
+        info: StepInfo | None = None,
+        *,
+        audit: AuditResult | None = None,
+        **numbers: Any,
+    ) -> None:
         if self._blind is not None:
             knows = info is not None or "finite" in numbers
             self._blind = None if knows else self._blind + 1
             if self._blind == LONG_STREAK:
                 warn(_BLIND.format(n=LONG_STREAK))
-        super().write(step, info, **numbers)
+        super().write(step, info, audit=audit, **numbers)
 
     def put(self, records: list[Record]) -> None:
         for alarm in [alarm for record in records for alarm in self._bell.see(record)]:
@@ -129,7 +140,8 @@ def alarms_in(
         there = {n: c[i] for n, c in run.numbers.items() if n not in run.gaps or not run.gaps[n][i]}
         same_cause = causes.get(i)
         is_longest = same_cause is None or (same_cause.longest.start <= i < same_cause.longest.stop)
-        found += bell.see({"step": step, **there}, same_cause, is_longest)
+        named = {"audit_tensor": run.audited[step]} if step in run.audited else {}
+        found += bell.see({"step": step, **there, **named}, same_cause, is_longest)
     return found
 
 

@@ -8,7 +8,10 @@ from gainstage._base.checks import as_power
 from gainstage.runs.history import LONG_STREAK, MEMORY, WINDOW, History
 from gainstage.runs.skip_causes import SkipCause, Streak, cause_of
 from gainstage.runs.telemetry import ADVISE
+from gainstage.transforms.audit import XRAY_IT, percent
+from gainstage.transforms.audited_run import ENOUGH
 
+AUDITED = "loss", "gradient", "tensor"  # what an audit compares with float32
 SHARE = 0.1  # the largest share of skipped steps that is no finding
 IN_A_ROW = 16  # steps in a row that were retried
 ZEROS = 50  # applied steps in a row without any gradient
@@ -23,7 +26,7 @@ LOSS_MISSING = (
     "The rule, AdaptiveLossScale, is not given the loss, so it cannot tell bad data from an "
     f"overflow. Pass it: {PASS_LOSS}"
 )
-IN_TEXTS = {"XRAY": XRAY, "ADVISE": ADVISE, "LOSS_MISSING": LOSS_MISSING}
+IN_TEXTS = {"XRAY": XRAY, "ADVISE": ADVISE, "LOSS_MISSING": LOSS_MISSING, "XRAY_IT": XRAY_IT}
 
 Facts = dict[str, Any] | None  # the fields of a text; None if it is not so
 
@@ -263,6 +266,17 @@ def _many_retries(history: History) -> Facts:
     return None if row < IN_A_ROW else {"n": row, "scale": as_power(history.scale)}
 
 
+def _audited(history: History) -> Facts:
+    """Audits in a row that are past a bound, or one that is far past it."""
+    audits = history.audits
+    is_far = bool(audits) and bool(audits[-1]["audit_far_off"])
+    if not (is_far or len(audits) == ENOUGH):
+        return None
+    worst = audits[0]
+    errors = {kind: percent(float(worst[f"audit_{kind}_error"])) for kind in AUDITED}
+    return {"at": worst["step"], "name": worst.get("audit_tensor", ""), **errors}
+
+
 # ── all of them: of those with one name the first counts ─────────────────────────────────────
 
 FINDINGS = (
@@ -347,6 +361,12 @@ FINDINGS = (
         _many_retries,
         "each of the last {n} steps was computed more than once, because it overflowed at first. "
         "The scale is {scale}: start from a lower one, or take a longer increment_period.",
+    ),
+    Finding(
+        "audit",
+        _audited,
+        "in an audit of step {at} the loss is off by {loss} from float32, all gradients by "
+        "{gradient}, and that of {name!r} by {tensor}, past the bounds. {XRAY_IT}",
     ),
     Finding(
         "headroom",

@@ -10,6 +10,7 @@ import numpy as np
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import FixedLossScale, LossScale
 from gainstage.runs.skip_causes import LargestGradient, SkipCause, Streak, cause_of
+from gainstage.transforms.audited_run import ENOUGH
 
 WINDOW = 200  # steps that findings look back
 MEMORY = 2000  # steps for which an overflow counts as evidence of the limit
@@ -55,6 +56,7 @@ class History:
         self.ever_changed: bool = False  # whether the scale did
         self.overflowed: tuple[float, int] = (math.inf, 0)  # the lowest recent overflow, and when
         self.lowest_overflow: float = math.inf  # of all, unless a later step was finite there
+        self.audits: list[Mapping[str, Any]] = []  # the last in a row that are off
         self.unrecorded: tuple[float, float] | None = None  # steps between records, and skipped
         self._seen, self._retries = LargestGradient(), 0.0
         self._counts: deque[tuple[float, float]] = deque()  # of each record: steps, and skipped
@@ -93,6 +95,9 @@ class History:
         self.since_raised = 0 if scale > self.scale else self.since_raised + 1
         self.scale_before, self.scale = self.scale, scale
         retries = float(record.get("retried_steps", 0))
+        if "audit_ok" in record:
+            is_off = not record["audit_ok"] and math.isfinite(float(record["audit_gradient_error"]))
+            self.audits = [*self.audits[: ENOUGH - 1], record] if is_off else []
         self.retried_in_a_row = self.retried_in_a_row + 1 if retries > self._retries else 0
         self._retries = retries
         self._count(record)

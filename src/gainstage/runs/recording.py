@@ -29,6 +29,7 @@ class Run(NamedTuple):
     tensors: Mapping[str, dict[str, float]] = NOTHING  # the reported numbers of each tensor
     gaps: Mapping[str, np.ndarray] = NOTHING  # bool, by name: the steps without such a number
     made: Mapping[str, Any] = NOTHING  # the first line: "rule", "dtypes", "versions"
+    audited: Mapping[int, str] = MappingProxyType({})  # the worst tensor of each audit, by its step
 
     def get(self, name: str) -> np.ndarray:
         """Returns the numbers of this name; NaN for all steps if there are none."""
@@ -77,7 +78,8 @@ def read_run(path: str | Path) -> Run:
     reports: list[tuple[int, Tensors]] = []
     torn: list[int] = []
     made: dict[str, Any] = {}
-    for step, record, tensors in _records(Path(path), torn, made):
+    audited: dict[int, str] = {}
+    for step, record, tensors in _records(Path(path), torn, made, audited):
         again = record if steps and step == steps[-1] else None
         if again is not None and again.keys().isdisjoint(records[-1].keys() - {"written_at"}):
             records[-1] |= again  # two writes for one step
@@ -107,16 +109,18 @@ def read_run(path: str | Path) -> Run:
     gaps = {name: np.array([name not in r for r in records]) for name in names}
     gaps = {name: gap for name, gap in gaps.items() if gap.any()}
     latest = reports[-1][1] if reports else NOTHING
-    return Run(np.array(steps, np.int64), columns, latest, gaps, made)
+    known = set(steps)
+    audited = {step: name for step, name in audited.items() if step in known}
+    return Run(np.array(steps, np.int64), columns, latest, gaps, made, audited)
 
 
 def _records(
-    path: Path, torn: list[int], made: dict[str, Any]
+    path: Path, torn: list[int], made: dict[str, Any], audited: dict[int, str]
 ) -> Iterator[tuple[int, dict[str, float] | None, Tensors | None]]:
     """Yields the steps of a file with their numbers, or with a report's numbers of the tensors.
 
     Skips incomplete lines, and appends their line numbers to `torn`. Stores the last header in
-    `made`.
+    `made`, and the worst tensor of each audit in `audited`.
     """
     try:
         *lines, last = path.read_text(encoding="utf-8").split("\n")
@@ -138,6 +142,8 @@ def _records(
                 made.update(said)
                 continue
             tensors = _tensors(record.pop("tensors")) if "tensors" in record else None
+            if isinstance(record.get("audit_tensor"), str):
+                audited[int(step)] = record.pop("audit_tensor")
             numbers = {str(name): float(value) for name, value in record.items()}
             yield int(step), numbers if numbers or tensors is None else None, tensors
         except (*WRONG, KeyError, AttributeError, OverflowError) as error:

@@ -11,19 +11,24 @@ from gainstage._base.checks import as_power
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.runs.alarms import alarms_in
-from gainstage.runs.findings import IF_DATA, XRAY
+from gainstage.runs.findings import AUDITED, IF_DATA, XRAY
 from gainstage.runs.recording import NOTHING, Run, measures, stretches
 from gainstage.runs.rows import LONGEST, Rows, printable
 from gainstage.runs.skip_causes import why_skipped
 from gainstage.runs.telemetry import left_out, underflow_summary
+from gainstage.transforms.audit import percent
 
 LOST_BITS = 3  # powers of two that bad data took from the scale, from which on it is said
 SLACK = 600  # seconds between the first step and its record, which may wait for others
 SHOWN_ROWS = 10  # rows of a table
 ENDS = 6  # rows at each end of the table of skipped steps
 DRAWN = 6  # curves of other numbers
-CURVES = {"loss_scale": "Loss scale", "loss": "Loss", "grad_norm": "Norm of all gradients"}
-KNOWN = {*CURVES, *StepInfo._fields, "written_at"}
+CURVES = {
+    "loss_scale": "Loss scale", "loss": "Loss", "grad_norm": "Norm of all gradients",
+    "audit_gradient_error": "Error of all gradients in audits",
+}  # fmt: skip
+ERRORS = {f"audit_{kind}_error": kind for kind in AUDITED}
+KNOWN = {*CURVES, *StepInfo._fields, "written_at", "audit_ok", "audit_far_off", *ERRORS}
 WHY = {
     "overflow": "an overflow",
     "NaN": "gradients that were NaN at lower scales too",
@@ -173,12 +178,16 @@ def headline(run: Run) -> dict[str, str]:
         "Times raised, lowered": "{raised}, {lowered}",
         "Loss, first and last tenth (median)": "{loss_first:.4g}, {loss_last:.4g}",
         "Norm of all gradients (median)": "{grad_norm:.4g}",
+        "Audits, past a bound": "{audits}, {audits_off}",
+        "Largest error in audits: loss, all gradients": "{audit_loss}, {audit_gradient}",
+        "Largest error of a tensor in audits": "{audit_tensor}",
     }
     shown: dict[str, Any] = {
         k: as_power(v) if k.startswith("scale") else v for k, v in found.items()
     }
     shown["skipped_share"] = found.get("skipped", 0) / found["steps"]
     shown["lowest_share"] = found.get("at_lowest", 0) / found["steps"]
+    shown |= _audits(run)
     counts = {cause: int(mask.sum()) for cause, mask in why_skipped(run).items()}
     if any(counts.values()):
         shown["causes"] = ", ".join(f"{n} {cause}" for cause, n in counts.items() if n)
@@ -192,6 +201,26 @@ def headline(run: Run) -> dict[str, str]:
         except KeyError:
             continue
     return rows
+
+
+def _audits(run: Run) -> dict[str, Any]:
+    """The audits of a run that compared it with float32, if there are any."""
+    column = {kind: run.get(name) for name, kind in ERRORS.items()}
+    there = np.isfinite(column["gradient"])
+    if not there.any():
+        return {}
+    off = there & (run.get("audit_ok") == 0)
+    worst = {kind: np.where(there, errors, -1).argmax() for kind, errors in column.items()}
+    most = {kind: percent(column[kind][place]) for kind, place in worst.items()}
+    step = int(run.steps[worst["tensor"]])
+    name = printable(run.audited.get(step, "?"))
+    return {
+        "audits": int(there.sum()),
+        "audits_off": int(off.sum()),
+        "audit_loss": most["loss"],
+        "audit_gradient": most["gradient"],
+        "audit_tensor": f"{most['tensor']} ({name}, step {step})",
+    }
 
 
 def made(run: Run) -> dict[str, str]:

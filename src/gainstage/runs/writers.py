@@ -22,6 +22,7 @@ from gainstage._variables.variable import Variable
 from gainstage.rules.loss_scale import Rule, as_rule
 from gainstage.runs.header import header
 from gainstage.runs.telemetry import Report
+from gainstage.transforms.audit import AuditResult
 
 Record = dict[str, Any]  # the step, and its numbers by name
 KEPT = 10_000  # records that are stored while they cannot be written
@@ -60,23 +61,34 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def put(self, records: list[Record]) -> None:
-        """Writes the records of several steps, as Python numbers, in the order of `write`.
+        """Writes the records of several steps, as Python numbers, in the order of `write`. Of an
+        audit there is `audit_tensor` too, the name of a tensor.
 
         After an `OSError` it is called again, with the same records and newer ones.
         """
 
-    def write(self, step: int, info: StepInfo | None = None, **numbers: Any) -> None:
+    def write(
+        self,
+        step: int,
+        info: StepInfo | None = None,
+        *,
+        audit: AuditResult | None = None,
+        **numbers: Any,
+    ) -> None:
         """Records the numbers of a step.
 
         Args:
             step: the index of the step, a Python integer >= 0. An earlier index means that the run
                 has gone back to that step.
             info: the result of `gainstage.diagnostics.telemetry`, if any.
+            audit: `step.audit` of a `train_step`, or the result of `gainstage.audit`, if any: its
+                errors are recorded as `audit_loss_error`, `audit_gradient_error` and
+                `audit_tensor_error`, with `audit_ok`.
             **numbers: more scalars by name, such as `loss=loss`; arrays need not be ready.
 
         Raises:
-            TypeError: `step` is not an integer, `info` is something else, or a number is not a
-                scalar.
+            TypeError: `step` is not an integer, `info` or `audit` is something else, or a number is
+                not a scalar.
             ValueError: a number has the name `tensors`, which reports use.
         """
         check_not_importing()
@@ -85,12 +97,18 @@ class Writer(abc.ABC):
                 f"Expected what gainstage.diagnostics.telemetry returned for info; got "
                 f"{brief(repr(info))}. Write other numbers by name: write({step!r}, loss=loss)."
             )
+        if not isinstance(audit, AuditResult | None):
+            raise TypeError(
+                f"Expected step.audit, or what gainstage.audit returned, for audit; got "
+                f"{brief(repr(audit))}."
+            )
         numbers = {**({} if info is None else info._asdict()), **numbers}
         if "tensors" in numbers:
             raise ValueError(
                 f"The name 'tensors' is reserved for reports; got tensors={numbers['tensors']!r}."
             )
         record = {name: _scalar(name, number) for name, number in numbers.items()}
+        record |= {} if audit is None else {"audit": audit}
         self._waiting.append({"step": checks.integer("step", step, low=0, high=2**53), **record})
         if len(self._waiting) >= self.every:
             self.flush()
@@ -116,7 +134,7 @@ class Writer(abc.ABC):
             )
         read = jax.device_get(waiting)  # may be interrupted: `self._waiting` is still there
         pairs = zip(waiting, read, strict=True)
-        records = [{n: _plain(numbers[n]) for n in record} for record, numbers in pairs]
+        records = [_plain_record({n: numbers[n] for n in record}) for record, numbers in pairs]
         again = [record["step"] for record in records if self._begins_again(record)]
         with deferred_signals():
             self._waiting = []
@@ -254,6 +272,13 @@ class JsonLines(Writer):
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
         self._torn, self._header = False, None
+
+
+def _plain_record(record: Record) -> Record:
+    """A record as Python numbers; an audit is several."""
+    audit = record.pop("audit", None)
+    numbers = {name: _plain(number) for name, number in record.items()}
+    return numbers | ({} if audit is None else audit.record())
 
 
 def _scalar(name: str, number: Any) -> Any:

@@ -189,25 +189,28 @@ class AuditResult:
             )
         name, error = self.worst
         errors = (
-            f"the loss is off by {_percent(self.loss_error)} from float32, all gradients by "
-            f"{_percent(self.gradient_error)}, the worst tensor {name!r} by {_percent(error)}"
+            f"the loss is off by {percent(self.loss_error)} from float32, all gradients by "
+            f"{percent(self.gradient_error)}, the worst tensor {name!r} by {percent(error)}"
         )
         if self.ok:
             return f"{errors}, within the bounds."
         is_backward = self.loss_error <= self.bounds[0]
         return (
-            f"{errors}, past the bounds of {', '.join(map(_percent, self.bounds))}. {XRAY_IT}"
+            f"{errors}, past the bounds of {', '.join(map(percent, self.bounds))}. {XRAY_IT}"
             f"{NOT_LINEAR if is_backward else ''}"
         )
 
-    def record(self) -> dict[str, float | str]:
-        """The numbers by name, for a recording; `audit_tensor` is the name of the worst tensor."""
+    def record(self) -> dict[str, Any]:
+        """What a recording keeps, by name: errors, `ok`, whether they are far off, and the name of
+        the worst tensor. Without a reference, errors are NaN."""
+        nothing = math.nan if not self.is_comparable else 1.0
         return {
-            "audit_loss_error": self.loss_error,
-            "audit_gradient_error": self.gradient_error,
-            "audit_tensor_error": self.worst[1],
-            "audit_tensor": self.worst[0],
+            "audit_loss_error": self.loss_error * nothing,
+            "audit_gradient_error": self.gradient_error * nothing,
+            "audit_tensor_error": self.worst[1] * nothing,
             "audit_ok": self.ok,
+            "audit_far_off": self.is_far_off,
+            "audit_tensor": self.worst[0],
         }
 
     def __str__(self) -> str:
@@ -480,7 +483,8 @@ def _ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
     return jnp.where(part == 0, 0.0, part / jnp.where(part == 0, 1.0, whole))
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """An error as text."""
     return f"{100 * share:.2g} %"
 
 
