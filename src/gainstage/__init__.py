@@ -11,8 +11,9 @@ Who owns the step?
 
 With any of them: `autocast` computes in half precision, `keep_float32` keeps a part of that in
 float32, and `in_half` gives a fused kernel half precision; `FixedLossScale`, `DynamicLossScale` and
-`AdaptiveLossScale` are rules; `advise` says what each precision costs, `lint` whether a step of
-your own scales its loss once and divides once, and `xray` where a step overflows.
+`AdaptiveLossScale` are rules; `advise` says what each precision costs, `audit` how far a step is
+off float32, `lint` whether a step of your own scales its loss once and divides once, and `xray`
+where a step overflows.
 
 Modules: `transforms`, `optimizers`, `precision`, `diagnostics`, `distributed`, `interop`, `compat`,
 `typing`.

@@ -25,7 +25,7 @@ class Audit(keras.callbacks.Callback):
     is the same as without audits.
 
     Attributes:
-        audits: those so far, as far as they are ready: their `count`, the mean difference of the
+        audits: those so far, at the end of a `fit` all: their `count`, the mean difference of the
             loss (`bias`) and its `spread`, and the `last`.
 
     Args:

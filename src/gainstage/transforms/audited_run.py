@@ -32,7 +32,7 @@ _LEFT_OUT = (
 
 @dataclasses.dataclass(frozen=True)
 class Audits:
-    """The audits of a run so far, as far as they are ready.
+    """The audits of a run so far.
 
     Args:
         count: the number of those that compared half precision with float32.
@@ -91,7 +91,7 @@ class AuditedRun:
         self._count += steps
 
     def finish(self) -> None:
-        """Waits for the audits that are not ready yet, at the end of a run."""
+        """Waits for the audits that are not ready yet, and reads them."""
         jax.block_until_ready([audit.numbers for audit in self._waiting])
         self._look()
 

@@ -281,8 +281,11 @@ class TrainStep(Generic[*More]):
 
     @property
     def audits(self) -> Audits:
-        """The audits so far, with `audit_every`, as far as they are ready."""
-        return Audits() if self._audits is None else self._audits.found
+        """The audits so far, with `audit_every`. To read it is to wait for the last one."""
+        if self._audits is None:
+            return Audits()
+        self._audits.finish()
+        return self._audits.found
 
 
 @dataclasses.dataclass(frozen=True)
