@@ -102,6 +102,11 @@ step, aux_step = gs.train_step(loss_fn), gs.train_step(with_aux, has_aux=True)
 assert_type(step(train_state, x), tuple[gs.TrainState[Weights], jax.Array])
 assert_type(aux_step(train_state, x, x), tuple[gs.TrainState[Weights], jax.Array, list[int]])
 assert_type(step.lower(train_state, x), jax.stages.Lowered)
+audited = gs.train_step(gs.autocast(loss_fn), audit_every=9, audit_bounds=(0.1, 0.2, 0.3))
+assert_type(audited(train_state, x), tuple[gs.TrainState[Weights], jax.Array])
+assert_type(audited.audit, gs.typing.AuditResult | None)
+assert_type(audited.audits, gs.typing.Audits)
+assert_type(gs.audit(loss_fn, params, x, scale=1.0).worst, tuple[str, float])
 gs.train_step(lambda w: w**2)(gs.TrainState.create(x, tx))
 partial_step: Any = functools.partial(gs.train_step, donate=False)
 
@@ -118,7 +123,7 @@ assert_type(locally_scaled(loss_fn, 2.0)(params, x), jax.Array)
 
 with JsonLines("run.jsonl", every=10, rule=opt.rule) as run:
     assert_type(run, JsonLines)
-    run.write(0, telemetry(opt), loss=0.5)
+    run.write(0, telemetry(opt), loss=0.5, audit=audited.audit)
 assert_type(read_run("run.jsonl"), Run)
 
 # Mistakes: each is found by pyright and by mypy, or its comments would be errors.

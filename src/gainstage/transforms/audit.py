@@ -26,7 +26,7 @@ from gainstage.transforms.value_and_grad import scaled_value_and_grad
 # gradient of one tensor.
 BOUNDS = 0.01, 0.1, 0.5
 COUNTS = 1e-3  # a tensor counts if its gradient has this share of the norm of all
-FAR = 3.0  # times the bound of the loss or of all gradients: no chance of one batch
+FAR_OFF = 3.0  # times the bound of the loss or of all gradients: no chance of one batch
 ROUNDINGS = 4  # of each parameter, by which a difference of the losses may be explained
 SAME_LOSS = 1e-3  # the largest relative difference of two losses of one batch
 PARTS = 2, 4, 8  # of the batch, where the float32 side does not fit into memory
@@ -137,9 +137,9 @@ class AuditResult:
     def is_far_off(self) -> bool:
         """Whether it is off by much more than the bounds, so that one audit is enough."""
         of_loss, of_all, _ = self.bounds
-        is_loss_off = self.loss_error > FAR * of_loss and not self.measured.is_rounding
+        is_loss_off = self.loss_error > FAR_OFF * of_loss and not self.measured.is_rounding
         return self.is_off and (
-            not self._is_finite or is_loss_off or self.gradient_error > FAR * of_all
+            not self._is_finite or is_loss_off or self.gradient_error > FAR_OFF * of_all
         )
 
     @property

@@ -67,7 +67,7 @@ class AuditedRun:
         self._waiting: list[AuditResult] = []
         self._squares = 0.0  # of the distances of loss differences to their mean
         self._told = set[str]()  # the kinds of warnings
-        self.found = Audits()
+        self.found: Audits = Audits()
         self.current: AuditResult | None = None  # that of the last step
 
     def before(self, arguments: Callable[[], Given], steps: int = 1) -> None:
