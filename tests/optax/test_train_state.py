@@ -560,3 +560,50 @@ def test_a_scale_that_is_needed_or_fixed_is_not_told(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gs.train_step(loss_fn)(state, X)
+
+
+@pytest.mark.parametrize("where", ["aux", "extra"])
+def test_an_applied_step_with_an_infinite_result_beside_its_loss_is_told_once(where):
+    """A gradient may be finite where a count or a metric is not; the name of it is said."""
+
+    def loss_fn(params, *rest):
+        x = rest[-1]
+        count = jnp.float32(3e38) * jnp.where(x[0, 0] > 5, 10.0, 1.0)
+        beside = {"count": count, "mask": jnp.full(3, -jnp.inf), "best": jnp.float32(1)}
+        return jnp.mean((x @ params) ** 2), beside
+
+    extra = {"count": jnp.float32(0), "mask": jnp.full(3, -jnp.inf), "best": jnp.float32(jnp.inf)}
+    state = gs.TrainState.create(
+        jnp.ones(4),
+        optax.sgd(1e-3),
+        rule=gs.FixedLossScale(2.0),
+        extra=extra if where == "extra" else None,
+    )
+    step = gs.train_step(loss_fn, has_aux=where == "aux")
+
+    def run(state):
+        for number in range(3 * 64 + 1):
+            state, *_ = step(state, jnp.full((2, 4), 6.0 if number == 40 else 1.0))
+
+    with pytest.warns(UserWarning, match="beside its value") as told:
+        run(state)
+    (said,) = [str(w.message) for w in told]
+    assert f"'{where}/count', which the loss returns beside its value, has an inf or NaN" in said
+    assert "gainstage.keep_float32()" in said
+
+
+def test_nothing_is_said_of_results_that_are_infinite_on_purpose():
+    """A mask of -inf, and a smallest loss that starts at inf in the extra, are right."""
+
+    def loss_fn(params, extra, x):
+        loss = jnp.mean((x @ params) ** 2)
+        best = jnp.where(x[0, 0] > 5, jnp.minimum(extra["best"], loss), extra["best"])
+        return loss, {"best": best}, jnp.full(3, -jnp.inf)
+
+    extra = {"best": jnp.float32(jnp.inf)}
+    state = gs.TrainState.create(
+        jnp.ones(4), optax.sgd(1e-3), rule=gs.FixedLossScale(2.0), extra=extra
+    )
+    step = gs.train_step(loss_fn, has_aux=True)
+    for _ in range(2 * 64 + 1):
+        state, *_ = step(state, jnp.ones((2, 4)))

@@ -1,4 +1,5 @@
-"""Warns of a run whose last 50 steps were all skipped, or whose loss scale fell to its lowest."""
+"""Warns of a run whose last 50 steps were all skipped, whose loss scale fell to its lowest, or of
+which an applied step returned what is not finite beside its loss."""
 
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +19,11 @@ _LOW = (
     "gainstage.xray(loss_fn, params, *batch, scale={power}) of such a step names the operation, "
     "and gainstage.diagnostics.Alarms says why steps are skipped."
 )
+_SPOILED = (
+    "{name!r}, which the loss returns beside its value, has an inf or NaN though the step was "
+    "applied: its gradients are finite. It is kept as it is. If it is a count, a sum or a metric "
+    "that is too large for half precision, compute it inside of `with gainstage.keep_float32():`."
+)
 _WHY = {
     None: "",
     True: " The loss is finite, so a gradient overflows or is NaN.",
@@ -26,7 +32,7 @@ _WHY = {
 
 
 class DeadRunWatch:
-    """Looks at the flags of the last 64 steps, every 64 steps, and warns once of each of the two.
+    """Looks at the flags of the last 64 steps, every 64 steps, and warns once of each of the three.
 
     It waits for no flag: one that is not computed yet is left for the next look. A warning reads
     the current scale, and may wait for it, once. It looks before a step, so that a warning that is
@@ -39,8 +45,17 @@ class DeadRunWatch:
     def __init__(self, lowest: float = 0.0) -> None:
         self._lowest, self._count, self._warned = lowest, 0, False
         self._steps: deque[tuple[Any, Any, Any, Any]] = deque(maxlen=EVERY)
+        self._spoiled: deque[Any] = deque(maxlen=EVERY)
+        self.beside: list[str] = []  # the names of what is returned beside the loss
 
-    def see(self, applied: Any, loss: Any, wanted: Any = True, scale: Any = None) -> None:
+    def see(
+        self,
+        applied: Any,
+        loss: Any,
+        wanted: Any = True,
+        scale: Any = None,
+        spoiled: Any = None,
+    ) -> None:
         """Notes a step.
 
         Args:
@@ -48,9 +63,13 @@ class DeadRunWatch:
             loss: its true loss, or None.
             wanted: False, also as an array, for a step that the user left out.
             scale: the loss scale after it, an array that no step donates, or None.
+            spoiled: the number in `beside` of what is not finite though the step was applied, -1
+                for none, or None.
         """
         self._count += 1
         self._steps.append((applied, loss, wanted, scale))
+        if spoiled is not None:
+            self._spoiled.append(spoiled)
 
     def look(self, scale: Callable[[], Any]) -> None:
         """Looks at the steps that it has seen, if it is time.
@@ -58,7 +77,13 @@ class DeadRunWatch:
         Args:
             scale: a function that returns the current loss scale.
         """
-        if self._warned or self._count % EVERY:
+        if self._count % EVERY:
+            return
+        found = [int(np.asarray(x)) for x in self._spoiled if _is_ready(x)]
+        if (number := max(found, default=-1)) >= 0:
+            self._spoiled = deque(maxlen=0)  # it is said once
+            warn(_SPOILED.format(name=self.beside[number]))
+        if self._warned:
             return
         steps = list(self._steps)
         while steps and not _is_ready(steps[-1][0]):

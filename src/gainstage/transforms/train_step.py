@@ -13,7 +13,14 @@ from jax.sharding import NamedSharding
 from jax.tree_util import default_registry, treedef_tuple
 
 from gainstage._base import checks
-from gainstage._base.arrays import ARRAYS, Static, leaves_and_none, partition, unshared
+from gainstage._base.arrays import (
+    ARRAYS,
+    Static,
+    joined,
+    leaves_and_none,
+    partition,
+    unshared,
+)
 from gainstage._base.dead_run import DeadRunWatch
 from gainstage._base.warn import warn
 from gainstage._scaling import gradients
@@ -326,7 +333,7 @@ class _Program:
         self.repeats = False  # whether that is the structure before it too
         options: dict[str, Any] = {"donate_argnums": self.donated}
         if shardings is not None:
-            options["out_shardings"] = (list(shardings), *[None] * (2 + has_aux))
+            options["out_shardings"] = (list(shardings), *[None] * (3 + has_aux))
         self.run = jax.jit(functools.partial(run, self), **options)
 
     def returns(self, rest: PyTree) -> list[Any]:
@@ -397,7 +404,7 @@ class _CompiledStep:
                 self._audits.before(lambda: _given(state, batch))
             known = None if inside else self._known(state, batch, donates)
             program, arrays = known or self._prepared(state, batch, donates, inside)
-            arrays, loss, *aux, changed = program.run(*arrays, *batch)
+            arrays, loss, *aux, changed, spoiled = program.run(*arrays, *batch)
         except (TypeError, ValueError, RuntimeError) as error:
             explain_step(error, state, batch)
             raise
@@ -409,7 +416,7 @@ class _CompiledStep:
         state = TrainState(params, opt_state, extra, step, self._tx)
         if not inside:
             scaled = states_in(opt_state)[0]
-            self._watch.see(scaled.applied, loss, scale=scaled.rule_state.scale)
+            self._watch.see(scaled.applied, loss, scale=scaled.rule_state.scale, spoiled=spoiled)
             vars(state)["_returned"] = _Returned(self, program, leaves, arrays)
         return state, loss, *aux
 
@@ -595,7 +602,32 @@ class _CompiledStep:
         if before is not None and changed:
             old = nnx_objects.values_of(changed, before)
             changed = selected(changed, old, applied)
-        return arrays, (opt_state, step), loss, *([aux] if self._has_aux else []), changed
+        results = [aux] if self._has_aux else []
+        beside = {"extra": new_extra, "aux": aux if self._has_aux else None}
+        spoiled = self._spoiled(beside, {"extra": extra}, applied)
+        return arrays, (opt_state, step), loss, *results, changed, spoiled
+
+    def _spoiled(self, beside: PyTree, before: PyTree, applied: jax.Array) -> jax.Array | None:
+        """The number of the first array beside the loss that has a NaN or an inf after an applied
+        step, and had none before, or -1; None if there is no array."""
+        found, known = (
+            {
+                joined(path): _is_spoiled(x)
+                for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+                if jnp.issubdtype(jnp.result_type(x), jnp.floating)
+            }
+            for tree in (beside, before)
+        )
+        if not found:
+            return None
+        self._watch.beside = list(found)
+        each = jnp.stack([found[name] & ~known.get(name, jnp.bool_(False)) for name in found])
+        return jnp.where(applied & each.any(), jnp.argmax(each), -1)
+
+
+def _is_spoiled(x: jax.Array) -> jax.Array:
+    """Whether an array has a NaN or an inf; a negative one may be that of a mask."""
+    return (jnp.isnan(x) | (x == jnp.inf)).any()
 
 
 def _unshared(
