@@ -673,6 +673,23 @@ def test_the_gradients_of_a_state():
     assert error(grads, jax.grad(exact_fn)(PARAMS, X)) < 2e-3
 
 
+@pytest.mark.parametrize("own", [attend, gs.in_half(written_out, float32=attention)])
+def test_an_audit_compares_a_kernel_with_float32(own):
+    """Its reference is the float32 function, also in the audited steps of a run."""
+    half = gs.autocast(functools.partial(model, own))
+    result = gs.audit(half, PARAMS, X, scale=2.0**10)
+    assert result.ok
+    exact = np.float64(exact_fn(PARAMS, X))
+    assert abs(result.float32_loss - exact) < 1e-6 * exact
+    assert 0 < result.gradient_error < 2e-3
+    state = gs.TrainState.create(jax.tree.map(jnp.copy, PARAMS), optax.adam(1e-2))
+    step = gs.train_step(half, audit_every=2)
+    for _ in range(3):
+        state, _ = step(state, X)
+    assert step.audits.count > 0
+    assert step.audits.last.ok
+
+
 # ── lint ─────────────────────────────────────────────────────────────────────────────────────────
 
 
