@@ -26,7 +26,8 @@ def main(tag: str, address: str, root: Path = ROOT) -> str:
 
 
 def write_addresses(tag: str, address: str, root: Path) -> None:
-    """Adds `[project.urls]`, and completes the README's links for the package's page."""
+    """Adds `[project.urls]`, and completes the README's links for the package's page; those to a
+    notebook open it in Colab."""
     _, owner, name = address.rsplit("/", 2)
     urls = {
         "Documentation": f"https://{owner.lower()}.github.io/{name}/",
@@ -37,7 +38,9 @@ def write_addresses(tag: str, address: str, root: Path) -> None:
     project, readme = root / "pyproject.toml", root / "README.md"
     rows = "".join(f'{label} = "{url}"\n' for label, url in urls.items())
     project.write_text(f"{project.read_text()}\n[project.urls]\n{rows}")
-    whole = re.sub(r"(!\[[^]]*\]\()(?!http)", rf"\g<1>{address}/raw/{tag}/", readme.read_text())
+    colab = f"https://colab.research.google.com/github/{owner}/{name}/blob/{tag}/"
+    whole = re.sub(r"\]\((?!http)([^)]*\.ipynb\))", rf"]({colab}\g<1>", readme.read_text())
+    whole = re.sub(r"(!\[[^]]*\]\()(?!http)", rf"\g<1>{address}/raw/{tag}/", whole)
     readme.write_text(re.sub(r"\]\((?!http|#)", f"]({address}/blob/{tag}/", whole))
 
 

@@ -27,7 +27,7 @@ def script(name):
 release, site = script("release"), script("site")
 
 ADDRESS = "https://host.example/Owner/name"
-README = "![A](docs/a.png) [b](docs/b.md#c) [d](https://d.example) [e](#e)\n"
+README = "![A](docs/a.png) [b](docs/b.md#c) [d](https://d.example) [e](#e) [f](docs/f.ipynb)\n"
 
 
 @pytest.fixture
@@ -82,7 +82,8 @@ def test_a_release_names_the_addresses_of_its_repository(project):
     }
     assert (root / "README.md").read_text() == (
         f"![A]({ADDRESS}/raw/v1.2.3/docs/a.png) [b]({ADDRESS}/blob/v1.2.3/docs/b.md#c) "
-        "[d](https://d.example) [e](#e)\n"
+        "[d](https://d.example) [e](#e) "
+        "[f](https://colab.research.google.com/github/Owner/name/blob/v1.2.3/docs/f.ipynb)\n"
     )
 
 

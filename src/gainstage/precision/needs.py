@@ -41,6 +41,7 @@ class Need(enum.Flag):
     GATE = enum.auto()  # the value, if it is a sigmoid: it is subtracted from 1
     COORDINATE = enum.auto()  # as an angle, and a count: it becomes a whole number, or is compared
     LAST = enum.auto()  # it reaches a result without another product
+    EXPONENT = enum.auto()  # of an exponential, as logits are: a large array, which stays in half
     GRADIENT = enum.auto()  # it reaches the first result, which is differentiated
     SQUARE = enum.auto()  # a product of an array with itself: the result, which may be large
 
@@ -212,7 +213,7 @@ class _Reader:
                 Need.LAST in need and Need.GRADIENT not in need
             ):
                 exact |= Need.RESULT
-        elif name in COMBINES:
+        elif name in COMBINES and Need.EXPONENT not in need:
             exact |= need & Need.LAST
         if name in PASSES or moves(eqn):
             exact |= need & Need.RESULT
@@ -227,7 +228,9 @@ class _Reader:
         if name in PASSES or moves(eqn):
             passed |= need & Need.RESULT
         if name in COMBINES | {"neg", "clamp"} or moves(eqn):
-            passed |= need & (Need.ANGLE | Need.COORDINATE)
+            passed |= need & (Need.ANGLE | Need.COORDINATE | Need.EXPONENT)
+        if name == "exp" or (name.startswith("custom_") and _has(eqn, "exp")):
+            passed |= Need.EXPONENT
         if name != "stop_gradient":
             passed |= need & Need.GRADIENT
         if name not in PRODUCTS | ENDS:
@@ -306,3 +309,8 @@ class _Reader:
             results = [*(a | r for a, r in again), *results[carries:]]
             arguments = reader.read(results)
         return zip(operands, arguments, strict=True)
+
+
+def _has(eqn: JaxprEqn, name: str) -> bool:
+    """Whether a program inside of an operation has an operation of this name."""
+    return any(e.primitive.name == name for p in jaxprs.inner(eqn) for e in jaxprs.equations(p))
