@@ -78,7 +78,7 @@ __all__ = [
 user_frames = source_info_util.user_frames
 
 
-@linear_util.transformation2
+@linear_util.transformation2  # type: ignore[untyped-decorator]
 def given_arrays(function: Callable[..., Any], *args: Any) -> Any:
     """The backward pass of a `jax.custom_vjp`, given arrays of JAX: what its forward pass keeps of
     the constants of a program would be arrays of numpy, which no traced index can index."""

@@ -41,7 +41,8 @@ def is_float32(variable: Atom) -> bool:
 
 def is_floating(variable: Atom) -> bool:
     """Whether an operand or a result is a floating number, and no integer or boolean."""
-    return jnp.issubdtype(getattr(variable.aval, "dtype", None), jnp.inexact)
+    dtype = getattr(variable.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def converted(x: Any, dtype: np.dtype) -> jax.Array:

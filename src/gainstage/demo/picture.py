@@ -10,7 +10,16 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import EngFormatter
 
 from gainstage.demo.photographs import Evaluation, crops, evaluation, held_out_images
-from gainstage.demo.training import BFLOAT16, FLOAT32, SCALED, UNSCALED, Comparison, Probe, Training
+from gainstage.demo.training import (
+    BFLOAT16,
+    FLOAT32,
+    PERIOD,
+    SCALED,
+    UNSCALED,
+    Comparison,
+    Probe,
+    Training,
+)
 from gainstage.runs.render import LIGHT
 
 RED, YELLOW = LIGHT["overflow"], LIGHT["loss"]
@@ -121,8 +130,8 @@ def draw_gradient(axes: Axes, scaled: Probe, plain: Probe) -> None:
     for text, x in {"0": (low - 25) / 2, "loses bits": -19.5, "exact": 1, "inf": 18}.items():
         axes.text(x, top * 0.97, text, ha="center", va="top")
     axes.set(
-        title=f"{plain.flushed:.0%} of the gradient becomes 0, scaled {scaled.flushed:.0%}",
-        xlabel="exponent, base 2; inside of the network numbers may be smaller",
+        title=f"{plain.flushed:.0%} of the gradient arrives as 0, scaled {scaled.flushed:.0%}",
+        xlabel="exponent, base 2; on the way here it was smaller, and became 0 there",
         ylabel="elements", xlim=(low, high), ylim=(0, top), yticks=[],
     )  # fmt: skip
 
@@ -136,5 +145,5 @@ def draw_scale(axes: Axes, run: Training) -> None:
         label=f"overflow, skipped ({skipped.sum()} of {len(steps)} steps)",
     )  # fmt: skip
     axes.set_yscale("log", base=2)
-    axes.set(title="Loss scale: doubled until a gradient overflows", xlabel="step")
+    axes.set(title=f"Loss scale: here doubled after {PERIOD} good steps", xlabel="step")
     axes.legend(loc="lower right")

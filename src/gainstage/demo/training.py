@@ -52,6 +52,7 @@ class Mode(NamedTuple):
 
 FLOAT32 = Mode("float32", "float32", scaled=False)
 BFLOAT16 = Mode("bfloat16", "bfloat16", scaled=False)
+PERIOD = 8  # good steps after which the scale is doubled: few, to show it
 UNSCALED = Mode("float16", "float16", scaled=False)
 SCALED = Mode("float16, scaled", "float16", scaled=True)
 MODES = (FLOAT32, BFLOAT16, UNSCALED, SCALED)
@@ -99,7 +100,7 @@ class Trainer:
         self.mode: Mode = mode
         self._loss, self._network = mode.cast(loss), jit(mode.cast(denoise))
         # Without scaling the scale is 1, and a step that is not finite is skipped all the same.
-        rule = DynamicLossScale(2.0**15, 8) if mode.scaled else FixedLossScale(1.0)
+        rule = DynamicLossScale(2.0**15, PERIOD) if mode.scaled else FixedLossScale(1.0)
         # With so small an epsilon the size of the loss does not matter to float32.
         rate = optax.cosine_decay_schedule(2e-3, task.steps, alpha=0.05)
         self.tx: optax.GradientTransformationExtraArgs = loss_scaled(

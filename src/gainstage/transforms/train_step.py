@@ -621,7 +621,8 @@ class _CompiledStep:
         if not found:
             return None
         self._watch.beside = list(found)
-        each = jnp.stack([found[name] & ~known.get(name, jnp.bool_(False)) for name in found])
+        is_new = [x if name not in known else x & ~known[name] for name, x in found.items()]
+        each = jnp.stack(is_new)
         return jnp.where(applied & each.any(), jnp.argmax(each), -1)
 
 
