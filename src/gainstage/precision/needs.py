@@ -24,6 +24,7 @@ from gainstage.precision.product_width import in_range
 PASSES = names_with(Trait.PASSES)
 PERIODIC = names_with(Trait.PERIODIC)
 COMBINES = frozenset(("add", "sub", "mul", "div", "max", "min", "add_any"))
+FACTORS = PRODUCTS | {"mul", "div"}
 ENDS = names_with(Trait.OPAQUE) | names_with(Trait.ALGEBRA)  # which compute more than cheap ones
 
 
@@ -109,9 +110,19 @@ class _Reader:
         self._facts = dict(zip(self._jaxpr.invars, facts, strict=True))
         self._facts |= dict.fromkeys(self._jaxpr.constvars, Fact.CONSTANT)
         for _, eqn in reversed(self._equations):
-            fact = self._fact_of(eqn) | (Fact.WIDE if self._is_wide(eqn) else Fact.NOTHING)
-            for variable, counts in zip(eqn.outvars, self._counts(eqn), strict=True):
-                self._facts[variable] = fact | counts
+            given = [self._fact(v) for v in eqn.invars]
+            fact, name = self._fact_of(eqn, given), eqn.primitive.name
+            if name in FACTORS or any(Fact.WIDE in one for one in given):
+                fact |= Fact.WIDE if self._is_wide(eqn, given) else Fact.NOTHING
+            if _counts(eqn, given):
+                fact |= Fact.COUNTS
+            self._facts |= dict.fromkeys(eqn.outvars, fact)
+            part = jaxprs.called(eqn) if name in jaxprs.CALLS else None
+            if part is not None:
+                inner = _Reader(part, given, (), {}, dtype)
+                results = jaxprs.open_jaxpr(part).outvars
+                for variable, result in zip(eqn.outvars, results, strict=True):
+                    self._facts[variable] |= inner._fact(result) & Fact.COUNTS
 
     def read(self, results: Sequence[Need]) -> list[Need]:
         """What is needed of the arguments, for what is needed of the results."""
@@ -145,54 +156,37 @@ class _Reader:
     def _is_constant(self, variable: Var | Literal) -> bool:
         return Fact.CONSTANT in self._fact(variable)
 
-    def _fact_of(self, eqn: JaxprEqn) -> Fact:
-        """The properties of the results of an operation."""
-        given = functools.reduce(operator.or_, map(self._fact, eqn.invars), Fact.NOTHING)
+    def _fact_of(self, eqn: JaxprEqn, each: Sequence[Fact]) -> Fact:
+        """What results are made of, from the properties of the operands."""
+        given = functools.reduce(operator.or_, each, Fact.NOTHING)
         inside = (e for part in jaxprs.inner(eqn) for e in jaxprs.equations(part))
         if Fact.OF_PRODUCTS in given or any(e.primitive.name in PRODUCTS for e in (eqn, *inside)):
             return Fact.OF_PRODUCTS
-        if all(map(self._is_constant, eqn.invars)):
+        if all(Fact.CONSTANT in fact for fact in each):
             return Fact.CONSTANT
-        limit = PART if any(map(self._is_constant, eqn.invars)) else STEP
+        limit = PART if Fact.CONSTANT in given else STEP
         if any(patterns.has_a_step(v, self._producers, limit) for v in eqn.outvars):
             return Fact.HAS_A_STEP
         return given & ~Fact.CONSTANT if moves(eqn) else Fact.NOTHING
-
-    def _counts(self, eqn: JaxprEqn) -> list[Fact]:
-        """Which results come from comparisons, integers or booleans: `Fact.COUNTS` for those."""
-        part = jaxprs.called(eqn)
-        if part is not None:
-            inner = _Reader(part, [self._fact(v) for v in eqn.invars], (), {}, self._dtype)
-            return [inner._fact(v) & Fact.COUNTS for v in jaxprs.open_jaxpr(part).outvars]
-        name, operands = eqn.primitive.name, eqn.invars
-        if name == "convert_element_type":
-            counts = not is_floating(operands[0]) or Fact.COUNTS in self._fact(operands[0])
-        else:
-            operands = operands[1:] if name == "select_n" else operands
-            facts = [self._fact(v) for v in operands if is_floating(v)]
-            known = all(f & (Fact.COUNTS | Fact.CONSTANT) for f in facts)
-            of_any = name == "select_n" or any(Fact.COUNTS in f for f in facts)
-            counts = known and of_any and (moves(eqn) or name in COMBINES)
-        return [Fact.COUNTS if counts else Fact.NOTHING] * len(eqn.outvars)
 
     def _by_itself(self, eqn: JaxprEqn) -> Need:
         """What a product needs, whatever is computed with it."""
         if eqn.primitive.name not in PRODUCTS:
             return Need.NOTHING
         has_a_step = any(Fact.HAS_A_STEP in self._fact(v) for v in eqn.invars)
-        is_exact = has_a_step or self._is_wide(eqn) or patterns.is_tiny(eqn)
+        is_exact = has_a_step or Fact.WIDE in self._facts[eqn.outvars[0]] or patterns.is_tiny(eqn)
         need = Need.OPERANDS if is_exact else Need.NOTHING
         return need | (Need.SQUARE if patterns.is_square(eqn, self._producers) else Need.NOTHING)
 
-    def _is_wide(self, eqn: JaxprEqn) -> bool:
+    def _is_wide(self, eqn: JaxprEqn, given: Sequence[Fact]) -> bool:
         """Whether half precision may not hold what an operation multiplies, nor its result, because
         of a constant."""
-        name, given = eqn.primitive.name, any(Fact.WIDE in self._fact(v) for v in eqn.invars)
-        if name in PRODUCTS:
-            return given or any(map(self._is_out_of_range, eqn.invars))
-        if name in ("mul", "div"):  # a large number brings a small one back
-            return given != any(map(self._is_out_of_range, eqn.invars))
-        return given and (moves(eqn) or name in ("add", "sub", "neg", "add_any"))
+        name, is_given = eqn.primitive.name, any(Fact.WIDE in fact for fact in given)
+        if name in FACTORS:
+            is_new = any(map(self._is_out_of_range, eqn.invars))
+            # A large number brings a small one back.
+            return is_given or is_new if name in PRODUCTS else is_given != is_new
+        return moves(eqn) or name in ("add", "sub", "neg", "add_any")
 
     def _is_out_of_range(self, variable: Var | Literal) -> bool:
         """Whether an operand is a constant that half precision does not hold."""
@@ -314,3 +308,17 @@ class _Reader:
 def _has(eqn: JaxprEqn, name: str) -> bool:
     """Whether a program inside of an operation has an operation of this name."""
     return any(e.primitive.name == name for p in jaxprs.inner(eqn) for e in jaxprs.equations(p))
+
+
+def _counts(eqn: JaxprEqn, each: Sequence[Fact]) -> bool:
+    """Whether results come from comparisons, integers or booleans, as operands do."""
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        return not is_floating(eqn.invars[0]) or Fact.COUNTS in each[0]
+    if name == "select_n":
+        return all(fact & (Fact.COUNTS | Fact.CONSTANT) for fact in each[1:])
+    if not any(Fact.COUNTS in fact for fact in each):
+        return False
+    pairs = zip(eqn.invars, each, strict=True)
+    known = all(f & (Fact.COUNTS | Fact.CONSTANT) for v, f in pairs if is_floating(v))
+    return known and (moves(eqn) or name in COMBINES)
