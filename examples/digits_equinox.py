@@ -1,4 +1,4 @@
-"""Equinox: three lines are ours.
+"""Equinox: four lines are ours.
 
 pip install ".[demo]" equinox
 python examples/digits_equinox.py

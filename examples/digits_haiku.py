@@ -1,4 +1,4 @@
-"""Haiku: parameters in dictionaries by the names of modules; three lines are ours.
+"""Haiku: parameters in dictionaries by the names of modules; four lines are ours.
 
 pip install ".[demo]" dm-haiku
 python examples/digits_haiku.py

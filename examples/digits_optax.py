@@ -1,4 +1,4 @@
-"""optax, and parameters in plain dictionaries: three lines are ours.
+"""optax, and parameters in plain dictionaries: four lines are ours.
 
 pip install ".[demo]"
 python examples/digits_optax.py
