@@ -17,6 +17,7 @@ NEEDS = {
     "optax-loops": ["equinox", "flax"],
     "sharded-optimizers": ["orbax.checkpoint"],
     "autocast": ["flax"],
+    "checkpoints": ["flax", "orbax.checkpoint"],
     "kernels": ["equinox", "flax"],
 }
 
