@@ -183,7 +183,7 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def loss_scale(self) -> jax.Array:
-        """The factor of the loss: the rule's scale times `loss_scale_factor`."""
+        """The loss scale: the rule's scale times `loss_scale_factor`."""
         self._note_read()
         return self._loss_scale()
 

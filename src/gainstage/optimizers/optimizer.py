@@ -670,7 +670,7 @@ class Optimizer(Configurable, Arguments, Saved):
     # ── a step ───────────────────────────────────────────────────────────────────────────────
 
     def _loss_scale(self) -> jax.Array | None:
-        """The factor of the loss; None for no scaling."""
+        """The loss scale; None for no scaling."""
         factor = self._store.in_force.loss_scale_factor
         return None if factor is None else jnp.asarray(factor, jnp.float32)
 

@@ -132,7 +132,7 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
             or as a dtype; or "float8", for linear layers that are large enough for an H100 to gain
             by it, all else as by "float16". Also what `gainstage.precision.tune` has measured for
             `fun`.
-        loss_scale: the factor of the loss at the first try of a step, > 0 and at most `2**126`, if
+        loss_scale: the loss scale at the first try of a step, > 0 and at most `2**126`, if
             a trainer differentiates `fun`; a power of two causes no rounding. None if a scale is
             elsewhere, or none is needed. A loss that sums over the data may need one below 1.
 
@@ -295,11 +295,11 @@ class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a stat
 
 
 class _Caster:
-    """Computes operations in half precision, by a plan or by default rules.
+    """Computes operations in half precision, by a plan or by default.
 
     Args:
         dtype: the half-precision dtype.
-        plan: which operations are in which dtype, None for the default rules.
+        plan: which operations are in which dtype, None for the default.
         card: for which products are in float8, None for none.
     """
 
@@ -425,7 +425,7 @@ class _Caster:
     def _is_float8(
         self, eqn: JaxprEqn, values: Sequence[Retraced], held: Sequence[bool], path: Path
     ) -> bool:
-        """Whether an operation is a product in float8: by the plan, or by the rule."""
+        """Whether an operation is a product in float8, by the plan or by default."""
         if self._plan is not None:
             return self._plan.dtype_of(path) == FLOAT8
         if self._card is None or eqn.primitive.name not in PRODUCTS:
@@ -449,7 +449,7 @@ class _Caster:
     def _known(
         self, eqn: JaxprEqn, floats: Sequence[Retraced], held: Sequence[bool], path: Path
     ) -> Retraced | None:
-        """The result of an operation that the default rules know; None if they do not."""
+        """The result of an operation that has a default of its own, else None."""
         name, is_half = eqn.primitive.name, bool(held) and all(held)
         if is_half and power_of(eqn):
             return Retraced(power(eqn, floats[0]), Kind.POWER)
@@ -463,7 +463,7 @@ class _Caster:
     def _width(
         self, eqn: JaxprEqn, floats: Sequence[Retraced], held: Sequence[bool], path: Path
     ) -> Width:
-        """What of a product is in float32, by the default rules."""
+        """What of a product is in float32 by default."""
         need = self._needs.get(path, Need.NOTHING)
         if need & (Need.ALL | Need.OPERANDS):
             return Width.ALL
@@ -552,7 +552,7 @@ def _is_activation(eqn: JaxprEqn) -> bool:
 
 
 def _activated(eqn: JaxprEqn, dtype: np.dtype, xs: Sequence[jax.Array]) -> list[jax.Array]:
-    """The results of an activation and its derivative in half precision, by default rules."""
+    """The results of an activation and its derivative in half precision, by default."""
     caster = _Caster(dtype)
 
     def half(program: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:

@@ -26,7 +26,7 @@ __all__ = ["Operation", "Plan"]
 LINEAR_ALGEBRA = names_with(Trait.ALGEBRA)
 VERSION = 2  # of the file
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(jnp.bfloat16)}  # of plans
-FLOAT8 = "float8"  # of products in a plan, and the default rule with them
+FLOAT8 = "float8"  # of products in a plan, and the default with them
 
 
 class Operation(NamedTuple):

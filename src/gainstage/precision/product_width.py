@@ -23,7 +23,7 @@ class Width(enum.Enum):
 def width(
     eqn: JaxprEqn, held: Sequence[bool], is_batched: bool, is_square: bool, leads: bool
 ) -> Width:
-    """What of a product is in float32, by the default rules.
+    """What of a product is in float32 by default.
 
     Args:
         eqn: a product.

@@ -24,7 +24,7 @@ RETRY = 64  # bad steps after which a lower scale is tried again, in case that w
 class AdaptiveState(NamedTuple):
     """The state of `AdaptiveLossScale`."""
 
-    scale: jax.Array  # float32: the factor of the next loss
+    scale: jax.Array  # float32: the loss scale of the next step
     good_steps: jax.Array  # int32: finite steps since the ceiling was updated
     bad_steps: jax.Array  # int32: non-finite steps in a row whose loss was not known to be so
     ceiling: jax.Array  # float32: half of the last scale that overflowed

@@ -24,7 +24,7 @@ from gainstage._variables.types import Flag, RuleState
 class ScaleState(NamedTuple):
     """The state of a rule. A count that a rule does not keep is None, without a pytree leaf."""
 
-    scale: jax.Array  # float32: the factor of the next loss
+    scale: jax.Array  # float32: the loss scale of the next step
     good_steps: jax.Array | None = None  # int32: finite steps in a row since the last update
     bad_steps: jax.Array | None = None  # int32: non-finite steps in a row, if they are counted
 

@@ -49,7 +49,7 @@ def self_scaled(
     Args:
         loss_fn: a function that returns a scalar loss, or a tuple (loss, aux). It takes pytrees and
             models, by position or by name.
-        scale: the factor of the loss at the first try, > 0 and at most `2**126`. A power of two
+        scale: the loss scale at the first try, > 0 and at most `2**126`. A power of two
             causes no rounding.
         retries: the largest number of retries in a step, >= 0.
 

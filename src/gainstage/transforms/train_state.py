@@ -148,7 +148,7 @@ class TrainState(Generic[Params]):
 
     @property
     def loss_scale(self) -> jax.Array:
-        """The factor of the next loss, a float32 scalar."""
+        """The loss scale of the next step, a float32 scalar."""
         return loss_scaled_state(self.opt_state).rule_state.scale
 
     @property

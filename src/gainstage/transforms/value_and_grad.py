@@ -116,7 +116,7 @@ def scaled_value_and_grad(
 
     Args:
         fun, has_aux, using, argnums: as for `value_and_grad`.
-        scale: the factor of the loss.
+        scale: the loss scale.
         args: the arguments of `fun`, whose library chooses what differentiates.
     """
 
