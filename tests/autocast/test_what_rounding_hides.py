@@ -118,6 +118,20 @@ def hashed(places, values):
     return found
 
 
+def hats(places, values):
+    """Interpolation by products with hat functions, which round nothing."""
+    x, y = (jax.nn.relu(1 - jnp.abs(places[..., i : i + 1] - jnp.arange(64))) for i in (0, 1))
+    return jnp.einsum("...i,ij,...j->...", x, values, y)
+
+
+def convolved(turn):
+    """The grid as a picture of two channels, and a convolution of one pixel."""
+    axes = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(
+        GRID[None], turn[None, None], (1, 1), "SAME", dimension_numbers=axes
+    )[0]
+
+
 COORDINATES = {
     "a sampling grid": lambda w: at(GRID @ w["turn"] + w["shift"]),
     "clipped": lambda w: at(jnp.clip(GRID @ w["turn"] + w["shift"], 0, 63)),
@@ -125,6 +139,8 @@ COORDINATES = {
     "by an einsum": lambda w: at(jnp.einsum("...i,ij->...j", GRID, w["turn"]) + w["shift"]),
     "rounded": lambda w: nearest(GRID @ w["turn"] + w["shift"], IMAGE),
     "a hash grid": lambda w: hashed(GRID @ w["turn"] + w["shift"], IMAGE),
+    "by a convolution": lambda w: at(convolved(w["turn"]) + w["shift"]),
+    "by hat functions": lambda w: hats(GRID[::5, ::5] @ w["turn"] + w["shift"], IMAGE),
     "two turns": lambda w: at(GRID @ (w["turn"] @ w["turn"].T) + w["shift"]),
 }
 
@@ -155,6 +171,9 @@ def test_a_plan_keeps_coordinates():
     plan = gs.precision.tune(loss, start, [(image(i),) for i in (4, 5, 6)], progress=False)
     (grid,) = [o for o in plan.operations if o.name == "dot_general"]
     assert (grid.dtype, grid.reason) == ("float32", "coordinates")
+    near = {"turn": TURN + 1e-4, "shift": SHIFT + 0.05}
+    found = jax.grad(gs.autocast(loss, plan, loss_scale=SCALE))(near, IMAGE)
+    assert distance(found, jax.grad(loss)(near, IMAGE)) < 5e-3
 
 
 IDS = jax.random.randint(jax.random.key(5), (70000,), 0, 5)

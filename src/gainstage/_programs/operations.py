@@ -17,6 +17,7 @@ class Trait(enum.Flag):
     POWER = enum.auto()  # raises to a power, which overflows soon
     MOVES = enum.auto()  # moves numbers, or chooses one of them
     VIEW = enum.auto()  # the operand in another shape, or dtype
+    WHOLE = enum.auto()  # makes whole numbers
     CHOICE = enum.auto()  # chooses, and so is not linear
     INDEX = enum.auto()  # takes rows: those of a parameter count as data
     SUM = enum.auto()  # grows with the batch, as does its error
@@ -48,7 +49,7 @@ OPERATIONS: tuple[tuple[str, Trait], ...] = (
     ("gather dynamic_slice", _T.MOVES | _T.INDEX),
     ("take", _T.INDEX),
     ("reduce_max reduce_min reduce_window_max reduce_window_min", _T.MOVES | _T.CHOICE),
-    ("round floor ceil", _T.MOVES | _T.CHOICE),
+    ("round floor ceil", _T.MOVES | _T.CHOICE | _T.WHOLE),
     ("reduce_sum cumsum cumlogsumexp reduce_window_sum scatter-add scatter_add", _T.SUM),
     ("reduce_prod cumprod", _T.SUM | _T.FIRST),
     ("sin cos tan", _T.PERIODIC),
@@ -84,3 +85,4 @@ PRODUCTS = names_with(_T.PRODUCT)
 MOVES = names_with(_T.MOVES)
 VIEWS = names_with(_T.VIEW)
 CHOICES = names_with(_T.CHOICE)
+WHOLES = names_with(_T.WHOLE)

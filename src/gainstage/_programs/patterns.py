@@ -13,7 +13,7 @@ from jax import lax
 from gainstage._base._jax import JaxprEqn, Literal, Tracer, Var
 from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import is_float32
-from gainstage._programs.operations import CHOICES, MOVES, PRODUCTS, VIEWS
+from gainstage._programs.operations import CHOICES, MOVES, PRODUCTS, VIEWS, WHOLES
 
 Producers = Mapping[Var, JaxprEqn]  # the operation that has made each value
 FEW = 4  # terms of a sum of products, which cost little in float32
@@ -122,7 +122,12 @@ def is_square(eqn: JaxprEqn, producers: Producers) -> bool:
 
 
 def terms_of(eqn: JaxprEqn) -> float:
-    """How many products are summed for a number of a `dot_general`; infinite for others."""
+    """How many products are summed for a number of a product or a convolution; infinite for
+    others."""
+    if eqn.primitive.name == "conv_general_dilated":
+        _, *axes = eqn.params["dimension_numbers"].rhs_spec
+        kernel = jaxprs.array(eqn.invars[1]).shape
+        return float(np.prod([kernel[axis] for axis in axes]))
     if eqn.primitive.name != "dot_general":
         return np.inf
     shape, (axes, _) = jaxprs.array(eqn.invars[0]).shape, eqn.params["dimension_numbers"][0]
@@ -133,9 +138,9 @@ def exact_params(eqn: JaxprEqn) -> dict[str, Any] | None:
     """The parameters with which a product is as exact as float32 on each device, where that costs
     little: few terms are summed for a number, or few for all numbers together. None for another
     operation, a large product, or one whose precision the user has chosen."""
-    if eqn.primitive.name != "dot_general" or not _is_default(eqn.params["precision"]):
-        return None
     terms = terms_of(eqn)
+    if terms == np.inf or not _is_default(eqn.params["precision"]):
+        return None
     is_cheap = terms <= FEW or terms * jaxprs.array(eqn.outvars[0]).size <= CHEAP
     return {**eqn.params, "precision": (lax.Precision.HIGHEST,) * 2} if is_cheap else None
 
@@ -148,6 +153,26 @@ def _is_default(precision: object) -> bool:
 def is_tiny(eqn: JaxprEqn) -> bool:
     """Whether a product is that of a column and a row of a few numbers, as in a filter."""
     return terms_of(eqn) == 1 and jaxprs.array(eqn.outvars[0]).size <= FEW**2
+
+
+def is_rounding(eqn: JaxprEqn) -> bool:
+    """Whether an operation makes whole numbers of others."""
+    is_cast = eqn.primitive.name == "convert_element_type" and is_float32(eqn.invars[0])
+    is_whole = np.issubdtype(jaxprs.array(eqn.outvars[0]).dtype, np.integer) if is_cast else False
+    return is_whole or eqn.primitive.name in WHOLES
+
+
+def is_rest(eqn: JaxprEqn, producers: Producers) -> bool:
+    """Whether an operation subtracts from a value what it was rounded to, as in the weights of an
+    interpolation."""
+    if eqn.primitive.name != "sub":
+        return False
+    a, b = (root(v, producers) for v in eqn.invars)
+    rounded = ((producers.get(x), y) for x, y in ((a, b), (b, a)) if not isinstance(x, Literal))
+    return any(
+        made is not None and made.primitive.name in WHOLES and root(made.invars[0], producers) is y
+        for made, y in rounded
+    )
 
 
 def is_step(eqn: JaxprEqn | None, limit: float) -> bool:

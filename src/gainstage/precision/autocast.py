@@ -23,7 +23,7 @@ from gainstage.precision.float8_product import ProductSpec, multiply, to_operand
 from gainstage.precision.float8_rule import Float8Decision, Sizes, decide, sizes_of
 from gainstage.precision.needs import Need, needs_of
 from gainstage.precision.plan import DTYPES, FLOAT8, Plan
-from gainstage.precision.product_width import Width, holds, in_range, width
+from gainstage.precision.product_width import Width, holds, in_range, is_offset, width
 from gainstage.precision.wide_results import (
     BOUNDED,
     bounded,
@@ -49,8 +49,6 @@ Precision: TypeAlias = str | Plan | DTypeLike
 
 __all__ = ["autocast", "keep_float32"]
 
-# A constant between these is too large to be added in half precision, and no mask.
-OFFSETS = 16.0, 4096.0
 LARGE_FACTOR = 1024.0  # a number that is too large to multiply half-precision numbers of any size
 FOLLOWERS = names_with(Trait.CHEAP)  # in half precision if their operands are, or may be rounded
 # The kinds of results of operations on kinds.
@@ -355,9 +353,7 @@ class _Caster:
             return Retraced(x)
         if not in_range(self._dtype, x):
             return Retraced(x)
-        sizes = np.abs(np.asarray(x, np.float64))
-        is_large = ((sizes > OFFSETS[0]) & (sizes < OFFSETS[1])).any()
-        return Retraced(x, Kind.OFFSET if is_large else Kind.FREE)
+        return Retraced(x, Kind.OFFSET if is_offset(x) else Kind.FREE)
 
     def compute(self, eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
         """Computes an operation, in half precision where that is right."""

@@ -19,7 +19,7 @@ from gainstage._programs.in_dtype import is_float32, is_floating
 from gainstage._programs.jaxprs import AnyJaxpr, Path
 from gainstage._programs.operations import PRODUCTS, TRAITS, Trait, names_with
 from gainstage._programs.patterns import AMPLIFIES, FEW, PART, STEP, moves, number_of
-from gainstage.precision.product_width import in_range
+from gainstage.precision.product_width import in_range, is_offset
 
 PASSES = names_with(Trait.PASSES)
 PERIODIC = names_with(Trait.PERIODIC)
@@ -40,7 +40,8 @@ class Need(enum.Flag):
     STEP = enum.auto()  # the value, if a small number multiplies it before it is added to others
     PART = enum.auto()  # the value, if a number below 1 multiplies it, before a constant is added
     GATE = enum.auto()  # the value, if it is a sigmoid: it is subtracted from 1
-    COORDINATE = enum.auto()  # as an angle, and a count: it becomes a whole number, or is compared
+    COORDINATE = enum.auto()  # as an angle, and a count: it is compared, or WHOLE
+    WHOLE = enum.auto()  # it becomes a whole number, and so do sums and products with it
     LAST = enum.auto()  # it reaches a result without another product
     EXPONENT = enum.auto()  # of an exponential, as logits are: a large array, which stays in half
     GRADIENT = enum.auto()  # it reaches the first result, which is differentiated
@@ -195,6 +196,17 @@ class _Reader:
         known = patterns.constant_of(variable, self._producers, self._constants)
         return known is not None and not in_range(self._dtype, known)
 
+    def _is_moved_far(self, eqn: JaxprEqn) -> bool:
+        """Whether a constant that is larger than half precision is exact is added to what products
+        have made, such as the places of pixels."""
+        if eqn.primitive.name not in ("add", "sub"):
+            return False
+        if not any(Fact.OF_PRODUCTS in self._fact(v) for v in eqn.invars):
+            return False
+        roots = (patterns.root(v, self._producers) for v in eqn.invars if self._is_constant(v))
+        known = (patterns.constant_of(v, self._producers, self._constants) for v in roots)
+        return any(x is not None and is_offset(x) for x in known)
+
     def _of_operation(self, eqn: JaxprEqn, need: Need) -> Need:
         """What of an operation must be exact."""
         name, exact = eqn.primitive.name, need & Need.ALL
@@ -207,8 +219,10 @@ class _Reader:
                 Need.LAST in need and Need.GRADIENT not in need
             ):
                 exact |= Need.RESULT
-        elif name in COMBINES and Need.EXPONENT not in need:
-            exact |= need & Need.LAST
+        elif name in COMBINES:
+            exact |= Need.NOTHING if Need.EXPONENT in need else need & Need.LAST
+            if Need.WHOLE in need or patterns.is_rest(eqn, self._producers):
+                exact |= Need.COORDINATE
         if name in PASSES or moves(eqn):
             exact |= need & Need.RESULT
         limit = PART if Need.PART in need else STEP if Need.STEP in need else 0.0
@@ -222,7 +236,8 @@ class _Reader:
         if name in PASSES or moves(eqn):
             passed |= need & Need.RESULT
         if name in COMBINES | {"neg", "clamp"} or moves(eqn):
-            passed |= need & (Need.ANGLE | Need.COORDINATE | Need.EXPONENT)
+            kinds = Need.ANGLE | Need.COORDINATE | Need.WHOLE | Need.EXPONENT
+            passed |= need & kinds
         if name == "exp" or (name.startswith("custom_") and _has(eqn, "exp")):
             passed |= Need.EXPONENT
         if name != "stop_gradient":
@@ -230,8 +245,10 @@ class _Reader:
         if name not in PRODUCTS | ENDS:
             passed |= need & Need.LAST
         elif patterns.terms_of(eqn) <= FEW:
-            passed |= need & Need.COORDINATE
-        if not any(map(is_floating, eqn.outvars)) or name in ("floor", "ceil", "round"):
+            passed |= need & (Need.COORDINATE | Need.WHOLE)
+        if patterns.is_rounding(eqn):
+            passed |= Need.COORDINATE | Need.WHOLE
+        elif not any(map(is_floating, eqn.outvars)) or self._is_moved_far(eqn):
             passed |= Need.COORDINATE
         if name in ("add", "sub"):
             passed |= Need.PART if any(map(self._is_constant, eqn.invars)) else Need.STEP

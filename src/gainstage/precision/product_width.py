@@ -11,6 +11,9 @@ from jax.typing import ArrayLike
 from gainstage._base._jax import JaxprEqn
 from gainstage._programs import jaxprs
 
+# A constant between these is too large to be added in half precision, and no mask.
+OFFSETS = 16.0, 4096.0
+
 
 class Width(enum.Enum):
     """What of a product is in float32."""
@@ -79,6 +82,12 @@ def in_range(dtype: np.dtype, x: ArrayLike) -> bool:
     sizes, limits = np.abs(np.asarray(x, np.float64)), jnp.finfo(dtype)
     held = (sizes == 0) | (sizes >= float(limits.tiny)) & (sizes <= float(limits.max))
     return bool((held | ~np.isfinite(sizes)).all())
+
+
+def is_offset(x: ArrayLike) -> bool:
+    """Whether a constant has numbers that are too large to be added in half precision."""
+    sizes = np.abs(np.asarray(x, np.float64))
+    return bool(((sizes > OFFSETS[0]) & (sizes < OFFSETS[1])).any())
 
 
 def holds(dtype: np.dtype, number: float, is_planned: bool) -> bool:
