@@ -300,6 +300,18 @@ def of_backward_step(change):
     return lambda w, s: TX.update(grads_of(w, s, lambda w: plain(part(w))), s, w)
 
 
+def of_hidden_layer(change):
+    """The same in a network under autocast, between two products."""
+    part = of_backward(change)
+
+    @gs.autocast
+    def network(w):
+        hidden = part(jnp.tanh(jnp.ones((4, 3)) @ jnp.outer(jnp.arange(3.0), w)))
+        return jnp.mean((hidden @ w - 1) ** 2)
+
+    return lambda w, s: TX.update(grads_of(w, s, network), s, w)
+
+
 def sam(w, state):
     tx = gs.loss_scaled(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True))
     state = tx.init(w)
@@ -427,6 +439,17 @@ WRONG = {
     ),
     "a product in the backward pass": (
         "not in proportion", "A product of two", of_backward_step(lambda g: g * g), SCALED,
+    ),
+    "a sign between two layers": (
+        "not in proportion", r"jnp\.sign at", of_hidden_layer(jnp.sign), SCALED,
+    ),
+    "a limit between two layers": (
+        "not in proportion", "A sum with numbers",
+        of_hidden_layer(lambda g: jnp.clip(g, -0.1, 0.1)), SCALED,
+    ),
+    "a norm between two layers": (
+        "not in proportion", "A division by",
+        of_hidden_layer(lambda g: g / (1e-8 + jnp.linalg.norm(g))), SCALED,
     ),
     "a norm in the backward pass of train_step": (
         "not in proportion", "A division by",

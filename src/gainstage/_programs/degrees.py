@@ -77,6 +77,7 @@ _NUMERIC = {"broadcast_in_dim", "convert_element_type", "reshape", "copy", "name
 _MOVES = {n for n, does in DOES.items() if does in (_D.KEEP, _D.SUM)} - {
     "reduce_sum", "reduce_max", "reduce_min", "cumsum",
 }  # fmt: skip
+_ADDS = {"reduce_sum", "cumsum", "reduce_window_sum"}  # numbers of one operand
 TO_FLOAT16, CLIP, WHERE = "float16", "jnp.clip", "jnp.where(jnp.isfinite(...), ...)"
 ROUNDS = {"round": "jnp.round", "floor": "jnp.floor", "ceil": "jnp.ceil"}
 
@@ -260,6 +261,10 @@ def _kept(eqn: JaxprEqn, xs: Sequence[Seen]) -> list[Flaw]:
     name = eqn.primitive.name
     if name in _MOVES or name in BOUNDING:
         return [flaw for x in (xs[1:] if name == "select_n" else xs) for flaw in x.flaws]
+    if name in _ADDS or name in PRODUCTS:  # to a gradient of a parameter, or of a layer before
+        inside = [flaw for x in xs for flaw in x.flaws if flaw.is_inside]
+        rises = sum(x.degree not in (FREE, None) and any(n > 0 for _, n in x.degree) for x in xs)
+        return inside if name in _ADDS or rises < 2 else []
     if name not in ("mul", "div"):
         return []
     kept = list[Flaw]()
@@ -295,7 +300,8 @@ def _not_linear(eqn: JaxprEqn, xs: Sequence[Seen], degree: Degree) -> list[str]:
         return []
     if name in BOUNDING or name in ROUNDS:
         return [BOUNDING.get(name, "") or ROUNDS[name]]
-    if does is _D.DIVIDE and xs[1] in scaled:
+    # Such as a norm with a small number added to it, of which no degree is known.
+    if does is _D.DIVIDE and (xs[1] in scaled or any(flaw.is_inside for flaw in xs[1].flaws)):
         return ["A division by what has the loss scale in it too"]
     if does is _D.TIMES and len(scaled) > 1 and all(x.derived for x in scaled):
         return ["A product of two numbers with the loss scale in them"]
