@@ -269,6 +269,55 @@ def test_a_product_asks_of_a_constant_what_an_operation_on_elements_asks(loss, p
     assert distance(found, exact) < 5e-3
 
 
+def local(part):
+    return gs.transforms.locally_scaled(part, 2.0**15)
+
+
+def weighted(params, x, size):
+    """Two losses, the second with the ratio of their gradients as its weight."""
+    hidden = jnp.tanh(x @ params["in"])
+    parts = (
+        lambda last: size * jnp.mean((hidden @ last - x[:, :4]) ** 2),
+        lambda last: -size * jnp.mean(jnp.tanh(hidden @ last)),
+    )
+    first, second = (jnp.linalg.norm(jax.grad(local(part))(params["out"])) for part in parts)
+    weight = jax.lax.stop_gradient(first / second)
+    return (parts[0](params["out"]) + weight * parts[1](params["out"])) / size
+
+
+def adapted(params, x, size):
+    """The inner step of MAML, through which the outer one differentiates."""
+    inner = local(lambda p: size * jnp.mean((predicted(p, x[:128]) - 1) ** 2))
+    grads = jax.grad(inner)(params)
+    params = jax.tree.map(lambda p, g: p - 0.1 * g / size, params, grads)
+    return jnp.mean((predicted(params, x[128:]) - 1) ** 2)
+
+
+def penalised(params, x, size):
+    """A penalty on the gradient of each example."""
+    slope = jax.grad(local(lambda row: size * predicted(params, row).sum()))
+    return jnp.mean((jnp.linalg.norm(jax.vmap(slope)(x) / size, axis=-1) - 1) ** 2)
+
+
+def in_a_scan(params, x, size):
+    """Descent on the input of an energy."""
+    energy = local(lambda row: size * jnp.mean(jnp.tanh(predicted(params, row)) ** 2))
+
+    def turn(row, _):
+        return row - 0.3 * jax.grad(energy)(row) / size, None
+
+    return jnp.mean(jax.lax.scan(turn, x, None, length=4)[0] ** 2 * (1 + x**2))
+
+
+INNER = [weighted, adapted, penalised, in_a_scan]
+
+
+@pytest.mark.parametrize("fun", INNER, ids=lambda fun: fun.__name__)
+def test_a_gradient_inside_of_a_loss_has_a_scale_of_its_own(fun):
+    """With a local scale small inner gradients are those of float32, in second derivatives too."""
+    assert distance(*gradients(fun, WEIGHTS, X, jnp.float32(1e-6))) < 5e-3
+
+
 def test_constants_of_a_backward_pass_are_arrays_of_jax():
     """What the forward pass of a `jax.custom_vjp` keeps may be indexed by a traced number, whether
     the gradient is compiled or not."""

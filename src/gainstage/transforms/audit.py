@@ -38,7 +38,8 @@ XRAY_IT = (
 NOT_LINEAR = (
     " The loss itself is right, so look at its backward pass too: a jax.custom_vjp that clips, "
     "normalises or takes the sign of its cotangents depends on the loss scale, which "
-    "gs.lint(step, state, *batch) finds; a gradient inside of the loss needs a scale of its own."
+    "gs.lint(step, state, *batch) finds; a gradient inside of the loss needs a scale of its own: "
+    "jax.grad(gs.transforms.locally_scaled(part, 2.0**15))."
 )
 
 

@@ -23,6 +23,9 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
     let `fun` return float32. The cotangents of float16 inputs have the loss scale alone again, and
     may underflow. A float32 parameter that `fun` casts loses nothing.
 
+    A gradient inside of a loss, such as a penalty or the inner step of MAML, is scaled by nothing
+    else: `jax.grad(locally_scaled(part, 2.0**15))`.
+
     Args:
         fun: a function of arrays, or of pytrees of them.
         scale: a number or scalar array, > 0 and at most `2**126`. A power of two causes no
