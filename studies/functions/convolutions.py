@@ -1,8 +1,11 @@
 """Convolutions and pooling: images are (batch, channels, height, width)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.scipy.ndimage import map_coordinates
 
 from . import function
 
@@ -171,3 +174,21 @@ def standard_deviation_over_a_window(xp, k, x):
 def matched_filter(xp, k, x, y):
     out = xp.conv(x, k, 1, "VALID")
     return -xp.mean((out * y).sum(-1) / xp.sqrt((out**2).sum(-1) * (y**2).sum(-1) + 1e-9))
+
+
+def places(size):
+    return jnp.stack(jnp.meshgrid(jnp.arange(size), jnp.arange(size), indexing="ij"), -1) * 1.0
+
+
+@function("a 2 2 *0.01, t 2 *0.3", "x 4 64 64, y 4 64 64")
+def spatial_transformer(a, t, x, y):
+    at = places(64) @ (jnp.eye(2) + a) + t
+    sample = functools.partial(map_coordinates, coordinates=[at[..., 0], at[..., 1]], order=1)
+    return jnp.mean((jax.vmap(sample)(x) - y) ** 2)
+
+
+@function("a 2 2 *0.01, t 2 *0.3", "x 64 64, y 1024")
+def resampling_by_hat_functions(a, t, x, y):
+    at = places(32).reshape(-1, 2) @ (jnp.eye(2) + a) * 1.5 + t
+    hats = [jax.nn.relu(1 - jnp.abs(at[:, i : i + 1] - jnp.arange(64))) for i in (0, 1)]
+    return jnp.mean((jnp.einsum("pi,ij,pj->p", hats[0], x, hats[1]) - y) ** 2)

@@ -245,3 +245,12 @@ def function_under_its_own_jit(w, v, x, y):
         return jax.nn.relu(z @ w) @ v
 
     return jnp.mean((net(x) - y) ** 2)
+
+
+@function("w 16 32, v 32 16", "x 256 16")
+def weight_by_the_ratio_of_two_gradients(w, v, x):
+    h = jnp.tanh(x @ w)
+    first = lambda v: jnp.mean((h @ v - x) ** 2)  # noqa: E731
+    second = lambda v: -jnp.mean(jnp.tanh(h @ v))  # noqa: E731
+    norms = [jnp.linalg.norm(jax.grad(part)(v)) for part in (first, second)]
+    return first(v) + jax.lax.stop_gradient(norms[0] / norms[1]) * second(v)

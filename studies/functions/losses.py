@@ -325,3 +325,15 @@ def reconstruction_of_an_autoencoder(xp, w, v, x):
     rho = 0.05
     penalty = rho * xp.log(rho / sparse) + (1 - rho) * xp.log((1 - rho) / (1 - sparse))
     return ((code @ v - x) ** 2).sum(1).mean() + 0.1 * penalty.sum()
+
+
+@function("w 16 32, v 32 4, b 4 *0.1", "x 200 16, y 200 4 *0.3")
+def regression_around_a_learned_level(w, v, b, x, y):
+    level = 288.0 + b  # in kelvin
+    return jnp.mean((jnp.tanh(x @ w) @ v + level - (288.0 + y)) ** 2)
+
+
+@function("w 16 32, v 32 4, e 10 4 *0.1", "x 200 16, y 200 4 *0.3, i 200 <10")
+def prediction_that_is_denormalised(w, v, e, x, y, i):
+    station = 1013.0 + e[i]
+    return jnp.mean((station + 0.5 * (jnp.tanh(x @ w) @ v) - (1013.0 + 0.5 * y)) ** 2)

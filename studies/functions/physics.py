@@ -216,3 +216,9 @@ def signed_distance_with_unit_slopes(xp, w1, w2, w3, x):
     slope = xp.vmap(xp.grad(f))(x)
     length = xp.sqrt((slope**2).sum(-1) + 1e-12)
     return xp.abs(f(x)).mean() + 0.1 * ((length - 1) ** 2).mean()
+
+
+@function("w 8 16, v 16 1", "x 128 8, y 128 1")
+def cross_sections_in_square_metres(w, v, x, y):
+    sections = 1e-12 * (1 + jnp.sin(jnp.outer(jnp.arange(8.0), jnp.arange(8.0))))
+    return jnp.mean((jnp.tanh((x @ sections) * 1e12 @ w) @ v - y) ** 2)

@@ -1,5 +1,8 @@
 """Losses of reinforcement learning."""
 
+import jax
+import jax.numpy as jnp
+
 from . import function
 
 STEPS = "x 128 8, a 128 <5, adv 128"
@@ -165,3 +168,11 @@ def corrected_returns(xp, w, x, a, r, mu):
 
     _, adv = xp.scan(step, xp.zeros(8), (xp.flip(rho, 0), xp.flip(r, 0)))
     return -xp.mean(logp * xp.flip(adv, 0))
+
+
+@function("w 8 32, v 32 255", "x 128 8, r 128")
+def value_of_exponential_bins(w, v, x, r):
+    steps = jnp.linspace(-20.0, 20.0, 255)
+    bins = jnp.sign(steps) * jnp.expm1(jnp.abs(steps))
+    logits = jnp.tanh(x @ w) @ v - 0.3 * jnp.abs(steps)
+    return jnp.mean((jax.nn.softmax(logits) @ bins - r) ** 2)
