@@ -136,6 +136,9 @@ COORDINATES = {
     "a sampling grid": lambda w: at(GRID @ w["turn"] + w["shift"]),
     "clipped": lambda w: at(jnp.clip(GRID @ w["turn"] + w["shift"], 0, 63)),
     "normalised": lambda w: at((GRID / 32 - 1) @ w["turn"] * 32 + 32 + w["shift"]),
+    "inside of a picture": lambda w: at(
+        jnp.where(GRID > 1, GRID @ w["turn"] + w["shift"], jnp.abs(GRID @ w["turn"]))
+    ),
     "by an einsum": lambda w: at(jnp.einsum("...i,ij->...j", GRID, w["turn"]) + w["shift"]),
     "rounded": lambda w: nearest(GRID @ w["turn"] + w["shift"], IMAGE),
     "a hash grid": lambda w: hashed(GRID @ w["turn"] + w["shift"], IMAGE),

@@ -235,7 +235,7 @@ class _Reader:
         name, passed = eqn.primitive.name, need & Need.ALL
         if name in PASSES or moves(eqn):
             passed |= need & Need.RESULT
-        if name in COMBINES | {"neg", "clamp"} or moves(eqn):
+        if name in COMBINES | {"neg", "abs", "clamp", "select_n"} or moves(eqn):
             kinds = Need.ANGLE | Need.COORDINATE | Need.WHOLE | Need.EXPONENT
             passed |= need & kinds
         if name == "exp" or (name.startswith("custom_") and _has(eqn, "exp")):
