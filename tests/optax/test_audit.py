@@ -361,6 +361,57 @@ def test_a_fault_is_told_once_with_its_step():
     assert "'first/" in told[0]
 
 
+turned = gs.in_half(lambda grid, turn: grid @ turn)
+shifted = gs.in_half(lambda x, offset: x + offset)
+
+
+def registered(params, is_late, image, target):
+    """`register`, whose grid a user has put into half precision from some step on."""
+    grid = jnp.where(is_late, turned(GRID, params["turn"]), GRID @ params["turn"])
+    return jnp.mean((sampled(image, grid + params["move"]) - target) ** 2)
+
+
+def smaller(params, is_late, x):
+    """`weighted`, with losses that become small."""
+    return weighted(params, x, jnp.where(is_late, 1e-5, 1.0))
+
+
+def signed_late(params, is_late, x, y):
+    return later(params, x, y, is_late)
+
+
+def warm(params, is_late, x, y):
+    """A regression whose offset a user has put into half precision from some step on."""
+    predicted = 0.3 * jnp.tanh(x @ params["w"])
+    offset = params["offset"]
+    shift = jnp.where(is_late, shifted(predicted, offset), predicted + offset)
+    return jnp.mean((shift - y) ** 2)
+
+
+WARM = {"w": np.float32([[1.0], [0.1], [0.0], [0.2]]), "offset": np.float32([288.06])}
+FAULTS = {
+    "a sampling grid": (registered, NEAR, (IMAGE, TARGET), "turn|move"),
+    "inner gradients": (smaller, INNER, (X,), "a|last"),
+    "a sign in a backward pass": (signed_late, PARAMS, (X, Y), "first/.*"),
+    "an offset": (warm, WARM, (KELVIN, WARMTH), "w|offset"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_run_that_goes_wrong_is_told_at_the_next_audit(fault):
+    """Each kind of fault is found within one audit of its beginning, by step and tensor."""
+    fun, params, batch, names = FAULTS[fault]
+    step = gs.train_step(gs.autocast(fun), audit_every=4)
+    state = state_of(params, optax.sgd(1e-6), rule=gs.DynamicLossScale(2.0**8))
+    state, told = trained(step, state, 6, jnp.array(False), *batch)
+    assert told == []
+    assert step.audits.last.ok
+    _, told = trained(step, state, 6, jnp.array(True), *batch)
+    assert len(told) == 1
+    assert told[0].startswith("Audit of step 8: ")
+    assert re.search(rf"the worst tensor '({names})'", told[0])
+
+
 def test_the_line_of_the_user_is_named():
     """The warning points to the loop, and may be made an error: the run goes on."""
     step, state = gs.train_step(gs.autocast(sign_loss), audit_every=1000), state_of()
@@ -491,6 +542,24 @@ def test_a_run_is_the_same_with_audits(case):
     assert len(audits) >= 3
     assert any(found.ok for found in audits)
     assert not any(found.is_off for found in audits)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_program_of_a_step_is_the_same_text(case):
+    """With audits a step is compiled to what it is without, and needs no more memory."""
+    make, how, options = CASES[case]
+    params, fun, batch = make()
+    tx = optax.sgd(0.1)
+    tx = optax.MultiSteps(tx, how["every_k"]) if "every_k" in how else tx
+    half, state = gs.autocast(fun), state_of(params, tx, telemetry=True)
+    plain, audited = (
+        gs.train_step(half, **options, **more).lower(state, *batch)
+        for more in ({}, {"audit_every": 1})
+    )
+    assert plain.as_text() == audited.as_text()
+    sizes = (each.compile().memory_analysis() for each in (plain, audited))
+    one, other = ((s.temp_size_in_bytes, s.alias_size_in_bytes) for s in sizes)
+    assert one == other
 
 
 def numbers(x):
