@@ -163,10 +163,8 @@ def is_rounding(eqn: JaxprEqn) -> bool:
 
 
 def is_rest(eqn: JaxprEqn, producers: Producers) -> bool:
-    """Whether an operation subtracts from a value what it was rounded to, as in the weights of an
+    """Whether a difference is that of a value and what it was rounded to, as in the weights of an
     interpolation."""
-    if eqn.primitive.name != "sub":
-        return False
     a, b = (root(v, producers) for v in eqn.invars)
     rounded = ((producers.get(x), y) for x, y in ((a, b), (b, a)) if not isinstance(x, Literal))
     return any(

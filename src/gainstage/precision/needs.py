@@ -17,13 +17,14 @@ from gainstage._base._jax import JaxprEqn, Literal, Var
 from gainstage._programs import jaxprs, patterns
 from gainstage._programs.in_dtype import is_float32, is_floating
 from gainstage._programs.jaxprs import AnyJaxpr, Path
-from gainstage._programs.operations import PRODUCTS, TRAITS, Trait, names_with
+from gainstage._programs.operations import PRODUCTS, TRAITS, WHOLES, Trait, names_with
 from gainstage._programs.patterns import AMPLIFIES, FEW, PART, STEP, moves, number_of
 from gainstage.precision.product_width import in_range, is_offset
 
 PASSES = names_with(Trait.PASSES)
 PERIODIC = names_with(Trait.PERIODIC)
 COMBINES = frozenset(("add", "sub", "mul", "div", "max", "min", "add_any"))
+ROUNDINGS = WHOLES | {"convert_element_type"}
 FACTORS = PRODUCTS | {"mul", "div"}
 ENDS = names_with(Trait.OPAQUE) | names_with(Trait.ALGEBRA)  # which compute more than cheap ones
 
@@ -199,8 +200,6 @@ class _Reader:
     def _is_moved_far(self, eqn: JaxprEqn) -> bool:
         """Whether a constant that is larger than half precision is exact is added to what products
         have made, such as the places of pixels."""
-        if eqn.primitive.name not in ("add", "sub"):
-            return False
         if not any(Fact.OF_PRODUCTS in self._fact(v) for v in eqn.invars):
             return False
         roots = (patterns.root(v, self._producers) for v in eqn.invars if self._is_constant(v))
@@ -221,7 +220,7 @@ class _Reader:
                 exact |= Need.RESULT
         elif name in COMBINES:
             exact |= Need.NOTHING if Need.EXPONENT in need else need & Need.LAST
-            if Need.WHOLE in need or patterns.is_rest(eqn, self._producers):
+            if Need.WHOLE in need or (name == "sub" and patterns.is_rest(eqn, self._producers)):
                 exact |= Need.COORDINATE
         if name in PASSES or moves(eqn):
             exact |= need & Need.RESULT
@@ -232,10 +231,10 @@ class _Reader:
 
     def _of_operands(self, eqn: JaxprEqn, need: Need) -> Iterator[tuple[Var | Literal, Need]]:
         """What an operation needs of its operands."""
-        name, passed = eqn.primitive.name, need & Need.ALL
-        if name in PASSES or moves(eqn):
+        name, passed, is_moved = eqn.primitive.name, need & Need.ALL, moves(eqn)
+        if name in PASSES or is_moved:
             passed |= need & Need.RESULT
-        if name in COMBINES | {"neg", "abs", "clamp", "select_n"} or moves(eqn):
+        if name in COMBINES | {"neg", "abs", "clamp", "select_n"} or is_moved:
             kinds = Need.ANGLE | Need.COORDINATE | Need.WHOLE | Need.EXPONENT
             passed |= need & kinds
         if name == "exp" or (name.startswith("custom_") and _has(eqn, "exp")):
@@ -246,13 +245,14 @@ class _Reader:
             passed |= need & Need.LAST
         elif patterns.terms_of(eqn) <= FEW:
             passed |= need & (Need.COORDINATE | Need.WHOLE)
-        if patterns.is_rounding(eqn):
+        if name in ROUNDINGS and patterns.is_rounding(eqn):
             passed |= Need.COORDINATE | Need.WHOLE
-        elif not any(map(is_floating, eqn.outvars)) or self._is_moved_far(eqn):
+        elif not any(map(is_floating, eqn.outvars)):
             passed |= Need.COORDINATE
         if name in ("add", "sub"):
+            passed |= Need.COORDINATE if self._is_moved_far(eqn) else Need.NOTHING
             passed |= Need.PART if any(map(self._is_constant, eqn.invars)) else Need.STEP
-        if name == "neg" or moves(eqn):
+        if name == "neg" or is_moved:
             passed |= need & (Need.STEP | Need.PART | Need.GATE)
         if name in PERIODIC:
             passed |= Need.ANGLE
