@@ -161,7 +161,7 @@ def observed_in(opt_state: OptState) -> Observed:
     if observed is None:
         raise ValueError(
             "Expected telemetry=True of the loss_scaled whose init made opt_state; got a state "
-            "without it."
+            "without it. Write gainstage.TrainState.create(params, tx, telemetry=True)."
         )
     return observed
 
