@@ -1232,3 +1232,11 @@ def test_integer_parameters_are_added_to():
     assert (new["count"].tolist(), new["count"].dtype) == ([7, 4], params["count"].dtype)
     kept = apply_updates(params, updates, state._replace(applied=jnp.array(False)))
     assert kept["count"].tolist() == [5, 7]
+
+
+@pytest.mark.parametrize("around", [lambda tx: optax.MultiSteps(tx, 4), optax.apply_if_finite])
+def test_a_loss_is_not_scaled_by_a_state_inside_of_what_hides_an_overflow(around):
+    """`scale_loss` refuses it as `value_and_grad` does: one NaN would stay in the sum for good."""
+    tx = around(gs.loss_scaled(optax.sgd(0.1)), *([] if around.__name__ == "<lambda>" else [9]))
+    with pytest.raises(ValueError, match="around"):
+        gs.transforms.scale_loss(jnp.float32(1), tx.init(jnp.ones(2)))

@@ -183,7 +183,8 @@ def scale_loss(loss: Scalar, opt_state: OptState) -> jax.Array:
 
     Raises:
         TypeError: `loss` is not a single array.
-        ValueError: `opt_state` has no loss-scale state, or several.
+        ValueError: `opt_state` has no loss-scale state, or several, or a transformation around it
+            can hide an overflow.
     """
-    scale = loss_scaled_state(opt_state).rule_state.scale
+    scale = state_to_scale_by(opt_state).rule_state.scale
     return gradients.scaled(loss, marked(scale, "scale"))
