@@ -312,6 +312,21 @@ def of_hidden_layer(change):
     return lambda w, s: TX.update(grads_of(w, s, network), s, w)
 
 
+def of_sharded_layer(change):
+    """The same on eight devices, of a loss that is sharded and an update that is not."""
+    part = of_backward(change)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def network(w, x):
+        hidden = part(jnp.tanh(x @ jnp.outer(jnp.arange(3.0), w)))
+        return jax.lax.pmean(jnp.mean((hidden @ jnp.ones(3) - 1) ** 2), "data")
+
+    specs = PartitionSpec(), PartitionSpec("data")
+    mapped = jax.shard_map(network, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+    half = gs.autocast(lambda w: mapped(w, jnp.ones((16, 3))))
+    return lambda w, s: TX.update(grads_of(w, s, half), s, w)
+
+
 def sam(w, state):
     tx = gs.loss_scaled(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True))
     state = tx.init(w)
@@ -442,6 +457,9 @@ WRONG = {
     ),
     "a sign between two layers": (
         "not in proportion", r"jnp\.sign at", of_hidden_layer(jnp.sign), SCALED,
+    ),
+    "a sign on each of eight devices": (
+        "not in proportion", r"jnp\.sign at", of_sharded_layer(jnp.sign), SCALED,
     ),
     "a limit between two layers": (
         "not in proportion", "A sum with numbers",

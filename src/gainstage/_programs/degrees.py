@@ -437,7 +437,8 @@ class _Reading:
             return [_placed(x, xs, eqn) for x in outs] if _is_of_a_library(parts[0]) else outs
         if DOES.get(name) is _D.EACH and len(xs) == len(eqn.outvars):
             return list(xs)
-        if parts or eqn.effects:  # a kernel, a callback, a reference
+        # A kernel, a callback, a reference; a sum over devices has the effect of naming an axis.
+        if parts or (eqn.effects and name not in DOES):
             return [_unknown(xs)] * len(eqn.outvars)
         return [_result(eqn, xs, v, self._is_inside) for v in eqn.outvars]
 
