@@ -255,6 +255,11 @@ def _is_half_product(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in PRODUCTS and np.float16 in dtypes
 
 
+def _rises(x: Seen) -> bool:
+    """Whether a value grows with a loss scale."""
+    return x.degree not in (FREE, None) and any(n > 0 for _, n in x.degree)
+
+
 def _kept(eqn: JaxprEqn, xs: Sequence[Seen]) -> list[Flaw]:
     """The flaws of the operands that the result has too: those of gradients, not of factors, and
     not of what another scaled backward pass uses."""
@@ -263,15 +268,14 @@ def _kept(eqn: JaxprEqn, xs: Sequence[Seen]) -> list[Flaw]:
         return [flaw for x in (xs[1:] if name == "select_n" else xs) for flaw in x.flaws]
     if name in _ADDS or name in PRODUCTS:  # to a gradient of a parameter, or of a layer before
         inside = [flaw for x in xs for flaw in x.flaws if flaw.is_inside]
-        rises = sum(x.degree not in (FREE, None) and any(n > 0 for _, n in x.degree) for x in xs)
+        rises = sum(map(_rises, xs))
         return inside if name in _ADDS or rises < 2 else []
     if name not in ("mul", "div"):
         return []
     kept = list[Flaw]()
     for x, other, is_divisor in ((xs[0], xs[1], False), (xs[1], xs[0], name == "div")):
         is_factor = x.spread and not other.spread
-        rises = other.degree not in (FREE, None) and any(n > 0 for _, n in other.degree)
-        if not (is_factor or is_divisor or (name == "mul" and rises)):
+        if not (is_factor or is_divisor or (name == "mul" and _rises(other))):
             kept += x.flaws
     return kept
 

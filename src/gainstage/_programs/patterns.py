@@ -22,7 +22,7 @@ AMPLIFIES = 32.0  # the factor from which a difference is one of near numbers
 STEP = 1 / 33  # the factor up to which what is added to another value is a small step
 PART = 1 / 4  # the factor up to which what is added to a constant is a small part
 MOST_SUMS = 64  # within a sum, that are looked into
-SMALL = 2**16  # elements of a constant that is computed to look at it
+SMALL_CONSTANT = 2**16  # elements of a constant that is computed to look at it
 
 
 class Addend(NamedTuple):
@@ -90,7 +90,7 @@ def constant_of(
             left -= 1
             if left < 0 or eqn is None or eqn.effects or eqn.primitive.name in jaxprs.OF_DEVICES:
                 raise LookupError
-            if jaxprs.array(one).size > SMALL:
+            if jaxprs.array(one).size > SMALL_CONSTANT:
                 raise LookupError
             known.update(
                 zip(eqn.outvars, jaxprs.bind(eqn, list(map(computed, eqn.invars))), strict=True)

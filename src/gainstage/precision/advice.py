@@ -63,7 +63,7 @@ class Cost(NamedTuple):
 Code = Callable[[str, bool], tuple[str, ...]]  # `(dtype, is scaled) -> lines to write`
 
 
-HIGHEST = 'jax.config.update("jax_default_matmul_precision", "highest")'
+EXACT_LINE = 'jax.config.update("jax_default_matmul_precision", "highest")'
 
 
 def code_of_loop(dtype: str, is_scaled: bool) -> tuple[str, ...]:
@@ -403,7 +403,7 @@ class _CostMeasurement:
         self._products[name] = products
         memory = kept(loss, own, others)
         code = self._code(name.partition(",")[0], scaled)
-        code = (HIGHEST, *code) if name == EXACT else code
+        code = (EXACT_LINE, *code) if name == EXACT else code
         seconds = self._seconds(name, self._card)
         known = (memory, shares, seconds, code, *self._reference.bias_at_most(found))
         return Cost(name, price, exponent if scaled else None, *known)

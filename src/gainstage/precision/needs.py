@@ -24,9 +24,9 @@ from gainstage.precision.product_width import in_range, is_offset
 PASSES = names_with(Trait.PASSES)
 PERIODIC = names_with(Trait.PERIODIC)
 COMBINES = frozenset(("add", "sub", "mul", "div", "max", "min", "add_any"))
-ROUNDINGS = WHOLES | {"convert_element_type"}
-FACTORS = PRODUCTS | {"mul", "div"}
-ENDS = names_with(Trait.OPAQUE) | names_with(Trait.ALGEBRA)  # which compute more than cheap ones
+MAY_ROUND = WHOLES | {"convert_element_type"}
+MULTIPLYING = PRODUCTS | {"mul", "div"}
+STOPS = names_with(Trait.OPAQUE) | names_with(Trait.ALGEBRA)  # which compute more than cheap ones
 
 
 class Need(enum.Flag):
@@ -114,7 +114,7 @@ class _Reader:
         for _, eqn in reversed(self._equations):
             given = [self._fact(v) for v in eqn.invars]
             fact, name = self._fact_of(eqn, given), eqn.primitive.name
-            if name in FACTORS or any(Fact.WIDE in one for one in given):
+            if name in MULTIPLYING or any(Fact.WIDE in one for one in given):
                 fact |= Fact.WIDE if self._is_wide(eqn, given) else Fact.NOTHING
             if _counts(eqn, given):
                 fact |= Fact.COUNTS
@@ -184,7 +184,7 @@ class _Reader:
         """Whether half precision may not hold what an operation multiplies, nor its result, because
         of a constant."""
         name, is_given = eqn.primitive.name, any(Fact.WIDE in fact for fact in given)
-        if name in FACTORS:
+        if name in MULTIPLYING:
             is_new = any(map(self._is_out_of_range, eqn.invars))
             # A large number brings a small one back.
             return is_given or is_new if name in PRODUCTS else is_given != is_new
@@ -241,11 +241,11 @@ class _Reader:
             passed |= Need.EXPONENT
         if name != "stop_gradient":
             passed |= need & Need.GRADIENT
-        if name not in PRODUCTS | ENDS:
+        if name not in PRODUCTS | STOPS:
             passed |= need & Need.LAST
         elif patterns.terms_of(eqn) <= FEW:
             passed |= need & (Need.COORDINATE | Need.WHOLE)
-        if name in ROUNDINGS and patterns.is_rounding(eqn):
+        if name in MAY_ROUND and patterns.is_rounding(eqn):
             passed |= Need.COORDINATE | Need.WHOLE
         elif not any(map(is_floating, eqn.outvars)):
             passed |= Need.COORDINATE
