@@ -111,8 +111,12 @@ _AROUND = {
 }
 
 
-def state_to_scale_by(opt_state: OptState) -> LossScaledState:
+def state_to_scale_by(opt_state: OptState, *, in_any_place: bool = False) -> LossScaledState:
     """`loss_scaled_state`, for code that scales a loss by it and lets it decide on the step.
+
+    Args:
+        opt_state: an optax state.
+        in_any_place: whether something may stand before it in a chain.
 
     Raises:
         ValueError: as `loss_scaled_state`, or a transformation around it can hide an overflow.
@@ -133,7 +137,8 @@ def state_to_scale_by(opt_state: OptState) -> LossScaledState:
         place = next((i for i, part in enumerate(parts) if states_in(part)), None)
         if place is None:
             break
-        if place and (type(node) is tuple or isinstance(node, Mapping)):
+        is_later = place > 0 and (type(node) is tuple or isinstance(node, Mapping))
+        if is_later and not in_any_place:
             raise ValueError(
                 f"Expected loss_scaled around a chain, or first in it; got it as number "
                 f"{place + 1}. What comes before it, such as optax.clip, can hide an overflow. "

@@ -186,5 +186,5 @@ def scale_loss(loss: Scalar, opt_state: OptState) -> jax.Array:
         ValueError: `opt_state` has no loss-scale state, or several, or a transformation around it
             can hide an overflow.
     """
-    scale = state_to_scale_by(opt_state).rule_state.scale
+    scale = state_to_scale_by(opt_state, in_any_place=True).rule_state.scale
     return gradients.scaled(loss, marked(scale, "scale"))
