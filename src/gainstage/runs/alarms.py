@@ -7,14 +7,12 @@ from typing import Any
 
 from gainstage._base.checks import LARGEST_FLOAT16
 from gainstage._base.warn import warn
-from gainstage._scaling.step_telemetry import StepInfo
 from gainstage.rules.loss_scale import LossScale
 from gainstage.runs.findings import FINDINGS, findings_on
 from gainstage.runs.history import LONG_STREAK, WINDOW, History, SameCause
 from gainstage.runs.recording import Run
 from gainstage.runs.skip_causes import SkipCause, Streak, cause_of, streaks
 from gainstage.runs.writers import Record, Writer
-from gainstage.transforms.audit import AuditResult
 
 ALARM_KINDS = tuple(dict.fromkeys(finding.name for finding in FINDINGS))
 _BLIND = (
@@ -94,24 +92,21 @@ class Alarms(Writer):
         self._tell = on_alarm or (lambda alarm: warnings.warn(alarm, stacklevel=5))
         self._blind: int | None = 0  # records without telemetry, None after the first with it
 
-    def write(
-        self,
-        step: int,
-        info: StepInfo | None = None,
-        *,
-        audit: AuditResult | None = None,
-        **numbers: Any,
-    ) -> None:
-        if self._blind is not None:
-            knows = info is not None or "finite" in numbers
-            self._blind = None if knows else self._blind + 1
-            if self._blind == LONG_STREAK:
-                warn(_BLIND.format(n=LONG_STREAK))
-        super().write(step, info, audit=audit, **numbers)
-
     def put(self, records: list[Record]) -> None:
+        self._look_for_telemetry(records)
         for alarm in [alarm for record in records for alarm in self._bell.see(record)]:
             self._tell(alarm)
+
+    def _look_for_telemetry(self, records: list[Record]) -> None:
+        """Warns once if the first records have none."""
+        for record in records:
+            if "finite" in record:
+                self._blind = None
+            if self._blind is None:
+                return
+            self._blind += 1
+            if self._blind == LONG_STREAK:
+                warn(_BLIND.format(n=LONG_STREAK))
 
 
 def alarms_in(

@@ -181,7 +181,8 @@ class AuditResult:
         if self.overflows:
             return (
                 f"a gradient overflows at the loss scale {as_power(self.measured.scale)}, so the "
-                f"step is skipped and the scale falls. Audit the next step."
+                f"step is skipped, and the scale falls unless it is at its lowest. Audit the next "
+                f"step."
             )
         if not self._is_finite:
             return (
