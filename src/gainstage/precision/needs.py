@@ -4,6 +4,10 @@
 # that is infinite. So what reaches one through cheap operations is computed in float32, and a
 # product at the start of that way has a result in float32. So does what reaches the square of a
 # difference of all pairs, as in a distance: near numbers are subtracted there.
+#
+# Half precision counts to 2048, and then by twos: what becomes a whole number, such as a coordinate
+# or a count, is exact. And after the last product there is nothing to gain: a bias that is larger
+# than a prediction would round it.
 
 import enum
 import functools
@@ -41,10 +45,10 @@ class Need(enum.Flag):
     STEP = enum.auto()  # the value, if a small number multiplies it before it is added to others
     PART = enum.auto()  # the value, if a number below 1 multiplies it, before a constant is added
     GATE = enum.auto()  # the value, if it is a sigmoid: it is subtracted from 1
-    COORDINATE = enum.auto()  # as an angle, and a count: it is compared, or WHOLE
-    WHOLE = enum.auto()  # it becomes a whole number, and so do sums and products with it
-    LAST = enum.auto()  # it reaches a result without another product
-    EXPONENT = enum.auto()  # of an exponential, as logits are: a large array, which stays in half
+    COORDINATE = enum.auto()  # as ANGLE, and of a count the result: it is compared, or is WHOLE
+    WHOLE = enum.auto()  # it becomes a whole number: sums and products on the way there
+    LAST = enum.auto()  # it reaches a result without another product: what it meets on the way
+    EXPONENT = enum.auto()  # nothing for LAST: logits, a large array, whose offset exp divides out
     GRADIENT = enum.auto()  # it reaches the first result, which is differentiated
     SQUARE = enum.auto()  # a product of an array with itself: the result, which may be large
 
@@ -111,7 +115,8 @@ class _Reader:
         self._known: dict[Var, Need] = {}
         self._facts = dict(zip(self._jaxpr.invars, facts, strict=True))
         self._facts |= dict.fromkeys(self._jaxpr.constvars, Fact.CONSTANT)
-        for _, eqn in reversed(self._equations):
+        self._inner: dict[int, _Reader] = {}  # of calls, by the number of the equation
+        for n, eqn in reversed(self._equations):
             given = [self._fact(v) for v in eqn.invars]
             fact, name = self._fact_of(eqn, given), eqn.primitive.name
             if name in MULTIPLYING or any(Fact.WIDE in one for one in given):
@@ -121,10 +126,16 @@ class _Reader:
             self._facts |= dict.fromkeys(eqn.outvars, fact)
             part = jaxprs.called(eqn) if name in jaxprs.CALLS else None
             if part is not None:
-                inner = _Reader(part, given, (), {}, dtype)
-                results = jaxprs.open_jaxpr(part).outvars
-                for variable, result in zip(eqn.outvars, results, strict=True):
+                inner = self._inner[n] = self._reader_of(part, given, eqn.invars, (*path, n))
+                for variable, result in zip(eqn.outvars, inner._jaxpr.outvars, strict=True):
                     self._facts[variable] |= inner._fact(result) & Fact.COUNTS
+
+    def _reader_of(
+        self, part: AnyJaxpr, facts: Sequence[Fact], operands: Sequence[Var | Literal], path: Path
+    ) -> "_Reader":
+        """The reader of a program inside of an operation."""
+        known = [None if isinstance(v, Literal) else self._constants.get(v) for v in operands]
+        return _Reader(part, facts, path, self._needs, self._dtype, known)
 
     def read(self, results: Sequence[Need]) -> list[Need]:
         """What is needed of the arguments, for what is needed of the results."""
@@ -219,7 +230,8 @@ class _Reader:
             ):
                 exact |= Need.RESULT
         elif name in COMBINES:
-            exact |= Need.NOTHING if Need.EXPONENT in need else need & Need.LAST
+            if Need.EXPONENT not in need:
+                exact |= need & Need.LAST
             if Need.WHOLE in need or (name == "sub" and patterns.is_rest(eqn, self._producers)):
                 exact |= Need.COORDINATE
         if name in PASSES or moves(eqn):
@@ -310,8 +322,8 @@ class _Reader:
             first, carries = jaxprs.scan_counts(eqn.params, len(operands))
         facts = [self._fact(v) for v in operands]
         facts[first : first + carries] = [self._fact(v) for v in eqn.outvars[:carries]]
-        known = [None if isinstance(v, Literal) else self._constants.get(v) for v in operands]
-        reader = _Reader(part, facts, path, self._needs, self._dtype, known)
+        reader = self._inner.get(path[-1]) if number is None else None
+        reader = reader or self._reader_of(part, facts, operands, path)
         arguments = reader.read(results)
         while any(
             a & ~r for a, r in zip(arguments[first : first + carries], results, strict=False)
