@@ -70,7 +70,8 @@ def measured():
 
 @pytest.fixture(scope="module")
 def both():
-    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    folders = [HERE, HERE.parent, *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = os.pathsep.join(map(str, folders))
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT], env=environment, capture_output=True,
