@@ -1,5 +1,6 @@
 """`lint`: what a traced step shows of how its loss was scaled, and nothing of a right one."""
 
+import functools
 import re
 import threading
 import warnings
@@ -8,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import linen
+from jax.scipy.ndimage import map_coordinates
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
@@ -487,6 +490,82 @@ def test_a_wrong_step_is_told_with_the_line_to_write(case):
     assert re.fullmatch(r"test_lint\.py:\d+", found.line), found.line
     assert kind == "needless scale" or found.line in found.text
     assert len(found.text) <= 500
+
+
+ROWS, LABELS = jax.random.normal(jax.random.key(0), (8, 12)), jnp.arange(8) % 3
+PARTS = {"w": jnp.eye(12) / 2, "table": jnp.ones((5, 12))}
+
+
+def hidden(p, x):
+    return jnp.tanh(x @ p["w"])
+
+
+def image(p, x):
+    return (x @ p["w"]).reshape(8, 2, 2, 3)
+
+
+SQUARE = jnp.eye(12) * jnp.arange(1.0, 13)
+LOSSES = {
+    "labels": lambda p, x, y: optax.losses.softmax_cross_entropy_with_integer_labels(
+        hidden(p, x), y
+    ),
+    "chosen": lambda p, x, y: jnp.take_along_axis(jax.nn.log_softmax(x @ p["w"]), y[:, None], 1),
+    "an embedding": lambda p, x, y: jnp.square(p["table"][y] @ p["w"]),
+    "a scatter": lambda p, x, y: jnp.square(jnp.zeros((8, 12)).at[y].set(hidden(p, x))),
+    "a segment sum": lambda p, x, y: jnp.square(jax.ops.segment_sum(hidden(p, x), y, 3)),
+    "a segment maximum": lambda p, x, y: jnp.square(jax.ops.segment_max(hidden(p, x), y, 3)),
+    "the largest": lambda p, x, y: jax.lax.top_k(hidden(p, x), 3)[0],
+    "sorted": lambda p, x, y: jnp.sort(hidden(p, x))[:, :3],
+    "sorted by another": lambda p, x, y: jax.lax.sort((x, hidden(p, x)), num_keys=1)[1][:, :3],
+    "products": lambda p, x, y: jnp.cumprod(hidden(p, x), 1),
+    "sums of exponents": lambda p, x, y: jax.lax.cumlogsumexp(hidden(p, x), 1),
+    "max pooling": lambda p, x, y: linen.max_pool(image(p, x), (2, 2)),
+    "mean pooling": lambda p, x, y: linen.avg_pool(image(p, x), (2, 2)),
+    "a recurrence": lambda p, x, y: jax.lax.scan(
+        lambda c, row: (jnp.tanh(c @ p["w"] + row), c), jnp.zeros(12), x
+    )[1],
+    "branches": lambda p, x, y: jax.lax.cond(
+        y[0] > 0, lambda: hidden(p, x), lambda: hidden(p, x) ** 2
+    ),
+    "remat": lambda p, x, y: jax.checkpoint(hidden)(p, x) ** 2,
+    "a Cholesky factor": lambda p, x, y: jnp.linalg.cholesky(SQUARE + p["w"] @ p["w"].T),
+    "a solution": lambda p, x, y: jnp.linalg.solve(SQUARE + p["w"], x.T),
+    "a determinant": lambda p, x, y: jnp.linalg.slogdet(SQUARE + p["w"])[1],
+    "eigenvalues": lambda p, x, y: jnp.linalg.eigh(SQUARE + p["w"] + p["w"].T)[0],
+    "an orthogonal factor": lambda p, x, y: jnp.linalg.qr(SQUARE + p["w"])[1],
+    "a Fourier transform": lambda p, x, y: jnp.abs(jnp.fft.rfft(hidden(p, x))) ** 2,
+    "attention": lambda p, x, y: jax.nn.dot_product_attention(*[hidden(p, x[None, :, None])] * 3),
+    "a window": lambda p, x, y: jax.lax.dynamic_slice(hidden(p, x), (y[0], 0), (2, 12)),
+    "a sampled image": lambda p, x, y: map_coordinates(p["w"], [x[0] % 9, x[1] % 9], 1),
+    "an inner gradient": lambda p, x, y: jax.vmap(jax.grad(lambda t: hidden(p, t).sum()))(x) ** 2,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_scale_is_followed_through_what_losses_do(loss):
+    """Through gathers, scatters, pooling, sorting, loops and linear algebra nothing is said of a
+    right step, and a scale that is there once too often, or divided twice, is found."""
+    fun = gs.autocast(lambda *args: LOSSES[loss](*args).mean())
+    state = gs.TrainState.create(PARTS, optax.adam(0.1))
+
+    def step(state, x, y, of=lambda _, loss: loss, change=lambda _, grads: grads):
+        _, extra, grads = state.value_and_grad(lambda *args: of(state, fun(*args)))(x, y)
+        return state.apply_gradients(change(state, grads), extra)
+
+    def more(state, loss):
+        return loss * state.loss_scale
+
+    def less(state, grads):
+        return jax.tree.map(lambda g: g / state.loss_scale, grads)
+
+    each = [
+        {fault.kind for fault in gs.lint(functools.partial(step, **options), state, ROWS, LABELS)}
+        - {"needless scale"}
+        for options in ({}, {"of": more}, {"change": less})
+    ]
+    assert each[0] == set()
+    assert all(each[1:])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -53,14 +53,15 @@ _TABLE: tuple[tuple[str, Does], ...] = (
     ("slice dynamic_slice gather take top_k bitcast_convert_type name", _D.KEEP),
     ("reduce_sum reduce_max reduce_min cumsum cummax cummin fft", _D.KEEP),
     ("reduce_window_sum reduce_window_max reduce_window_min", _D.KEEP),
+    ("select_and_scatter_add select_and_gather_add", _D.KEEP),  # of what the maximum chooses
     ("round floor ceil", _D.KEEP),
     ("psum psum2 psum_invariant pmax pmin pmean all_gather all_gather_invariant", _D.KEEP),
     ("all_to_all ppermute reduce_scatter pvary pcast pbroadcast reshard device_put", _D.KEEP),
     ("sharding_constraint layout_constraint", _D.KEEP),
     ("add sub add_any max min pad clamp concatenate select_n complex nextafter rem", _D.SUM),
-    ("scatter scatter-add scatter_add dynamic_update_slice select_and_scatter_add", _D.SUM),
+    ("scatter scatter-add scatter_add dynamic_update_slice", _D.SUM),
     (" ".join((*PRODUCTS, "mul")), _D.TIMES),
-    ("div", _D.DIVIDE),
+    ("div triangular_solve", _D.DIVIDE),
     ("square sqrt rsqrt cbrt integer_pow pow", _D.POWER),
     ("eq ne lt gt le ge eq_to lt_to le_to is_finite sign not and or xor", _D.FORGET),
     ("argmax argmin reduce_and reduce_or iota axis_index", _D.FORGET),
@@ -179,6 +180,8 @@ def _degree(eqn: JaxprEqn, xs: Sequence[Seen]) -> Degree:
         return ONE
     if does is _D.KEEP:
         return degrees[0]
+    if name == "triangular_solve":  # of a matrix, and what it divides
+        return product(degrees[1], degrees[0], -1)
     if does in (_D.TIMES, _D.DIVIDE):
         return product(degrees[0], degrees[1], 1 if does is _D.TIMES else -1)
     if does is _D.POWER:
@@ -305,7 +308,7 @@ def _not_linear(eqn: JaxprEqn, xs: Sequence[Seen], degree: Degree) -> list[str]:
     if name in BOUNDING or name in ROUNDS:
         return [BOUNDING.get(name, "") or ROUNDS[name]]
     # Such as a norm with a small number added to it, of which no degree is known.
-    if does is _D.DIVIDE and (xs[1] in scaled or any(flaw.is_inside for flaw in xs[1].flaws)):
+    if name == "div" and (xs[1] in scaled or any(flaw.is_inside for flaw in xs[1].flaws)):
         return ["A division by what has the loss scale in it too"]
     if does is _D.TIMES and len(scaled) > 1 and all(x.derived for x in scaled):
         return ["A product of two numbers with the loss scale in them"]
@@ -421,7 +424,9 @@ class _Reading:
 
     def _computed(self, eqn: JaxprEqn, xs: list[Seen]) -> list[Seen]:
         """What is known of the results of an equation that is no mark."""
-        name, params, parts = eqn.primitive.name, eqn.params, jaxprs.inner(eqn)
+        name, params = eqn.primitive.name, eqn.params
+        # What the table knows may hold a program too: that of a scatter adds two numbers.
+        parts = [] if name in DOES else jaxprs.inner(eqn)
         if name == "cond":
             each = [self._run(branch, xs[1:]) for branch in params["branches"]]
             return [_joined(column) for column in zip(*each, strict=True)]
@@ -436,6 +441,10 @@ class _Reading:
             fixed = [x._replace(still=True) for x in xs[tests : tests + bodies]]
             turn = lambda carry: self._run(params["body_jaxpr"], [*fixed, *carry])  # noqa: E731
             return self._loop(eqn, turn, xs[tests + bodies :])
+        if name == "custom_linear_solve":  # of what its programs need, and the right-hand sides
+            consts = sum(params["const_lengths"])
+            if all(x.degree in (ONE, FREE) for x in xs[:consts]):
+                return [x._replace(number=None) for x in xs[consts:]]
         if len(parts) == 1 and len(jaxprs.open_jaxpr(parts[0]).invars) == len(xs):
             outs = self._run(parts[0], xs)
             return [_placed(x, xs, eqn) for x in outs] if _is_of_a_library(parts[0]) else outs
