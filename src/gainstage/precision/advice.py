@@ -134,7 +134,11 @@ class Advice:
 
     def __str__(self) -> str:
         code = [f"    {line}" for line in self.recommended.code]
-        cards = [f"On other cards, the {self.card} first:", *_aligned(self._of_cards()), ""]
+        of_cards = (
+            f"No accelerator is here, so times are those of the {self.card}. On this CPU half "
+            f"precision is not faster. On other cards:"
+        )
+        cards = [of_cards, *_aligned(self._of_cards()), ""]
         table = [*_aligned(self.table()), "", *(cards if self.cards else [])]
         return "\n".join([*table, *self.notes(), "", f"Use {self.reason}", *code])
 
@@ -169,16 +173,16 @@ class Advice:
         own, name = self._need.price, self._need.parameter
         why = (
             f". Without it {name!r} alone has {percent(own.noise)} noise and {percent(own.bias)} "
-            f"bias"
+            f"bias there"
         ) * bool(name)
-        needs = {
-            None: none,
-            1: f"Float16 needs loss scaling at these parameters and this batch size{why}.",
-        }
-        from_then = (
-            f"Float16 needs loss scaling for batches about {larger} times as large or larger{why}."
+        if larger is None:
+            return none
+        if larger == 1:
+            return f"Float16 needs loss scaling at these parameters and this batch size{why}."
+        return (
+            f"Float16 needs no loss scaling at this batch size yet, but from about {larger:,} "
+            f"times as many examples on{why}."
         )
-        return needs.get(larger, from_then)
 
     def notes(self) -> list[str]:
         """Returns what the table does not say, a sentence each."""
@@ -193,14 +197,19 @@ class Advice:
         ]
         best = self.recommended
         if any("FixedLossScale" in line for line in best.code):
-            notes.append("A scale of 1 scales nothing: the chain skips non-finite steps alone.")
+            notes.append(
+                f"{best.name.split(',')[0].capitalize()} needs no loss scale, so the rule is fixed "
+                f"at 1, and steps that are not finite are still skipped."
+            )
         if best.exponent is not None and self.needs_scaling_from != 1:
-            notes.append("The lines scale anyway: it costs little, and gradients shrink.")
+            notes.append("The lines below scale all the same, as gradients shrink in training.")
         if best.bias_at_most > MAX_BIAS:
             notes.append(
                 f"On so few batches the bias of {best.name} may be up to "
                 f"{percent(best.bias_at_most)}: measure on more."
             )
+        if any(_bias(cost).startswith("<") for cost in self.costs):
+            notes.append('"<" before a bias: so few batches do not tell it from 0; more show more.')
         seconds = {cost.name: cost.seconds for cost in self.costs}
         if "float8" not in seconds:
             notes.append(self._without_float8())
