@@ -27,7 +27,8 @@ from gainstage.transforms.value_and_grad import scaled_value_and_grad
 BOUNDS = 0.01, 0.1, 0.5
 COUNTS = 1e-3  # a tensor counts if its gradient has this share of the norm of all
 FAR_OFF = 3.0  # times the bound of the loss or of all gradients: no chance of one batch
-ROUNDINGS = 4  # of each parameter, by which a difference of the losses may be explained
+ROUNDINGS = 4  # of each parameter, by which a difference may be explained
+CANCELS = 1e-2  # of a gradient, which a rounding of the parameters moves where examples cancel
 SAME_LOSS = 1e-3  # the largest relative difference of two losses of one batch
 PARTS = 2, 4, 8  # of the batch, where the float32 side does not fit into memory
 XRAY_IT = (
@@ -53,6 +54,7 @@ class Measured(NamedTuple):
     gradient_error: Any  # of all gradients together, relative to their norm in float32
     worst_error: Any  # the largest error of a tensor that counts
     worst_index: Any
+    are_roundings: Any  # whether roundings of the parameters explain all errors of gradients
     is_finite: Any  # whether loss and gradients are finite in half precision
     is_float32_finite: Any
     is_alike: Any  # whether two float32 losses of the batch agree
@@ -122,8 +124,9 @@ class AuditResult:
 
     @property
     def ok(self) -> bool:
-        """Whether all errors are within the bounds. A loss that is off by no more than roundings of
-        the parameters change it, such as one that is almost 0 by cancellation, is within them."""
+        """Whether all errors are within the bounds. So are a loss or gradients that are off by no
+        more than roundings of the parameters change them: at a minimum, the gradients of the
+        examples cancel to almost 0, and their roundings do not."""
         return self.is_comparable and self._is_finite and not self._is_past
 
     @property
@@ -136,12 +139,12 @@ class AuditResult:
 
     @property
     def is_far_off(self) -> bool:
-        """Whether it is off by much more than the bounds, so that one audit is enough."""
+        """Whether it is off by much more than the bounds, so that one audit is enough. Gradients
+        are so only if the loss is off too: at a kink of the loss, one batch may have any."""
         of_loss, of_all, _ = self.bounds
         is_loss_off = self.loss_error > FAR_OFF * of_loss and not self.measured.is_rounding
-        return self.is_off and (
-            not self._is_finite or is_loss_off or self.gradient_error > FAR_OFF * of_all
-        )
+        are_off = self.gradient_error > FAR_OFF * of_all and self.loss_error > of_loss
+        return self.is_off and (not self._is_finite or is_loss_off or are_off)
 
     @property
     def overflows(self) -> bool:
@@ -161,7 +164,8 @@ class AuditResult:
     def _is_past(self) -> bool:
         of_loss, of_all, of_tensor = self.bounds
         is_loss_off = self.loss_error > of_loss and not self.measured.is_rounding
-        return is_loss_off or self.gradient_error > of_all or self.worst[1] > of_tensor
+        are_off = self.gradient_error > of_all or self.worst[1] > of_tensor
+        return is_loss_off or (are_off and not self.measured.are_roundings)
 
     @property
     def _said(self) -> str:
@@ -195,6 +199,9 @@ class AuditResult:
             f"{percent(self.gradient_error)}, the worst tensor {name!r} by {percent(error)}"
         )
         if self.ok:
+            of_all, of_tensor = self.bounds[1:]
+            if self.gradient_error > of_all or error > of_tensor:
+                return f"{errors}, which is no more than roundings of the parameters explain."
             return f"{errors}, within the bounds."
         is_backward = self.loss_error <= self.bounds[0]
         return (
@@ -387,8 +394,8 @@ def of_batch(
     arrays, model = partition_model(given.params)
     more, rest = partition(given.extra)
     split = Split(model, len(arrays), rest)
-    scale = jnp.float32(given.scale)
-    found = compiled(sides, split, part, [*arrays, *more], given.batch, scale)
+    scale, limits = jnp.float32(given.scale), np.asarray(bounds, np.float32)
+    found = compiled(sides, split, part, [*arrays, *more], given.batch, scale, limits)
     return dataclasses.replace(found, step=given.step, bounds=bounds)
 
 
@@ -409,20 +416,26 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def _compare(
-    sides: Sides, split: Split, part: int, arrays: list[Any], batch: PyTree, scale: jax.Array
+    sides: Sides,
+    split: Split,
+    part: int,
+    arrays: list[Any],
+    batch: PyTree,
+    scale: jax.Array,
+    bounds: jax.Array,
 ) -> AuditResult:
     if part > 1:
         batch = jax.tree.map(lambda x: x[: len(x) // part] if jnp.ndim(x) else x, batch)
 
-    def call() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def call(arrays: list[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The loss, and arguments that nothing else changes."""
         params, extra = split.combine(arrays)
         own = [] if extra is None else [extra]
         fresh = jax.tree.map(lambda x: x, batch) if nnx_objects.nodes_in(batch) else batch
         return with_parts(sides.loss_fn, extra is not None, sides.has_aux), (params, *own, *fresh)
 
-    def side(scale: jax.Array) -> tuple[jax.Array, PyTree, PyTree]:
-        loss_fn, given = call()
+    def side(scale: jax.Array, arrays: list[Any]) -> tuple[jax.Array, PyTree, PyTree]:
+        loss_fn, given = call(arrays)
         differentiate = scaled_value_and_grad(loss_fn, scale, True, sides.using, given)
         (_, (loss, _)), grads = differentiate(*given)
         return loss, gradients.unscale(grads, scale), models.chosen(given[0], grads)
@@ -430,10 +443,10 @@ def _compare(
     # The loss as it was written: autocast changes nothing in `IS_KEPT`, at any depth of calls, and
     # no product is rounded to TF32 or bfloat16.
     with IS_KEPT(True), jax.default_matmul_precision("highest"):
-        exact, true, params = side(jnp.float32(1.0))
-        loss_fn, given = call()
+        exact, true, params = side(jnp.float32(1.0), arrays)
+        loss_fn, given = call(arrays)
         again = gradients.upcast(loss_fn(*given)[0])  # XLA computes it once, if it is the same
-    loss, grads, _ = side(scale)
+    loss, grads, _ = side(scale, arrays)
 
     named = [
         (joined(path) if joined(path)[:1].isalpha() else joined(path, "params"), g, t, w)
@@ -458,19 +471,36 @@ def _compare(
     counts = norms >= COUNTS**2 * norms.sum()
     each = jnp.where(counts & (errors > 0), jnp.sqrt(errors / norms), 0.0)
     worst = jnp.argmax(each)
+    gradient_error = jnp.sqrt(_ratio(errors.sum(), norms.sum()))
+    is_past, are_past = gradient_error > bounds[1], each > bounds[2]
+
+    def moved() -> jax.Array:
+        """The squares of the changes of the gradients if each parameter is rounded."""
+        with IS_KEPT(True), jax.default_matmul_precision("highest"):
+            _, other, _ = side(jnp.float32(1.0), _rounded(arrays, split.count, sides.rounding))
+        other = [t for t in jax.tree.leaves(other) if jnp.issubdtype(t.dtype, jnp.inexact)]
+        return jnp.stack([square(o - t) for o, (_, _, t, _) in zip(other, named, strict=True)])
+
+    # A third gradient, only where there is an error to be explained.
+    shifts = jax.lax.cond(is_past | are_past.any(), moved, lambda: jnp.zeros_like(norms))
+    explained = jnp.where(shifts >= CANCELS**2 * norms, ROUNDINGS**2 * shifts, 0.0)
+    are_explained = (~are_past | (errors <= explained)).all()
+    are_explained &= ~is_past | (errors.sum() <= explained.sum())
     # The largest change of the loss, to first order, if each parameter is rounded.
     change = sum(jnp.sum(jnp.abs(t * w), dtype=jnp.float32) for *_, t, w in named)
     slack = ROUNDINGS * sides.rounding * change
     off, half = loss - exact, (loss, *(g for _, g, *_ in named))
+    difference = _ratio(off, jnp.abs(exact))
     true_finite = jnp.isfinite(exact) & jnp.isfinite(norms).all()
     found = Measured(
         loss=loss,
         float32_loss=exact,
-        difference=_ratio(off, jnp.abs(exact)),
+        difference=difference,
         is_rounding=jnp.abs(off) <= slack,
-        gradient_error=jnp.sqrt(_ratio(errors.sum(), norms.sum())),
+        gradient_error=gradient_error,
         worst_error=each[worst],
         worst_index=worst,
+        are_roundings=are_explained & (jnp.abs(difference) <= bounds[0]),
         is_finite=jnp.stack([jnp.isfinite(x).all() for x in half]).all(),
         is_float32_finite=true_finite,
         is_alike=jnp.abs(again - exact) <= SAME_LOSS * jnp.abs(exact) + slack,
@@ -478,6 +508,16 @@ def _compare(
     )
     numbers = jnp.stack([jnp.asarray(number, jnp.float32) for number in found])
     return AuditResult(numbers, None, tuple(name for name, *_ in named), part=part)
+
+
+def _rounded(arrays: list[Any], count: int, size: float) -> list[Any]:
+    """The first arrays, each number off by a relative `size`, up or down; the rest as they are."""
+    key, others = jax.random.key(0), list(arrays)
+    for n, x in enumerate(arrays[:count]):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            signs = jax.random.rademacher(jax.random.fold_in(key, n), jnp.shape(x), x.dtype)
+            others[n] = x + x * (size * signs)
+    return others
 
 
 def _ratio(part: jax.Array, whole: jax.Array) -> jax.Array:

@@ -171,11 +171,11 @@ def train_step(
             float32 before it is taken, as by `gainstage.audit`; None for no audits. It is a program
             of its own, so other steps are what they are without it, and no step waits for a result.
             An error past the bounds is a warning at a later step, once, with the name of the
-            tensor. If it is less than three times the bound, two of the next steps are audited too,
-            and must be past a bound as well. `step.audit` is the audit of the last step, or None;
-            `step.audits` has their `count`, the mean difference of the loss (`bias`) and its
-            `spread`, and the `last`. `loss_fn` must be from `autocast`. If float32 does not fit
-            into memory, half, a quarter or an eighth of the batch is used.
+            tensor. Unless the loss itself is off, and an error is past three times its bound, two
+            of the next steps are audited too, and must be past a bound as well. `step.audit` is the
+            audit of the last step, or None; `step.audits` has their `count`, the mean difference of
+            the loss (`bias`) and its `spread`, and the `last`. `loss_fn` must be from `autocast`.
+            If float32 does not fit into memory, half, a quarter or an eighth of the batch is used.
         audit_bounds: the largest errors of the loss, of all gradients together and of one tensor,
             by default 1 %, 10 % and 50 %: three numbers > 0.
 
