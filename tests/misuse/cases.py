@@ -490,6 +490,42 @@ gs.train_step(gs.loss_scaled(sgd))
     "the transformation before the parameters": ("refused", "GradientTransformation for tx", """
 gs.TrainState.create(sgd, w)
 """),
+    "a batch that is one tuple": ("refused", "Unpack a batch that is a tuple: step", """
+gs.train_step(lambda w, x, y: plain(w, x, y))(gs.TrainState.create(w, sgd), (1.0, 2.0))
+"""),
+    "aux beside an extra without has_aux": ("refused", r"\(loss, extra\).*needs has_aux=True", """
+step = gs.train_step(lambda w, extra, x: (plain(w, x), extra, x))
+step(gs.TrainState.create(w, sgd, extra=jnp.ones(2)), 1.0)
+"""),
+    "the class of a model": ("refused", "got the class Linear. Make an object of it", """
+gs.TrainState.create(nnx.Linear, sgd)
+"""),
+    "two models of Equinox in a tuple": ("refused", "equinox.Module with a field for each", """
+import equinox as eqx
+two = tuple(eqx.nn.MLP(4, 1, 8, 1, key=key) for key in jax.random.split(jax.random.key(0)))
+gs.TrainState.create(two, sgd)
+"""),
+    "a State of Equinox beside its model": ("refused", "TrainState.create.model, tx, extra=state", """
+import equinox as eqx
+gs.TrainState.create(eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch"), sgd)
+"""),
+    "an optimizer of Keras for a train state": ("refused", "gainstage.interop.keras.compile", """
+import keras
+gs.TrainState.create(w, keras.optimizers.SGD(0.1))
+"""),
+    "a Keras model for a train state": ("refused", "gainstage.interop.keras.compile", """
+import keras
+gs.TrainState.create(keras.Sequential([keras.layers.Dense(1)]), sgd)
+"""),
+    "an optimizer of optax for Keras": ("refused", "Expected an optimizer of Keras.*Write keras.opt", """
+import keras
+import gainstage.interop.keras
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+gainstage.interop.keras.compile(model, sgd, "mse")
+"""),
+    "an X-ray with the state first": ("refused", "xray.loss_fn, state, .batch., the loss first", """
+gs.xray(gs.TrainState.create(W, sgd), half, X)
+"""),
     "a train state that a compiled step closes over": ("lints", "is a constant of the compiled function", """
 state = gs.TrainState.create(w, sgd); args = (1.0,)
 @jax.jit

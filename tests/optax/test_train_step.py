@@ -189,7 +189,7 @@ def test_errors_name_the_remedy():
         gs.train_step(lambda p: p["w"] ** 2)(number)
     with pytest.raises(TypeError, match="Expected a bool for donate; got 1"):
         gs.train_step(loss_fn, donate=1)
-    with pytest.raises(TypeError, match="Expected a scalar loss from fun"):
+    with pytest.raises(TypeError, match="Expected a scalar loss"):
         gs.train_step(lambda p, x, y: p["w"])(state, X, Y)
 
 

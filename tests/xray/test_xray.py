@@ -656,3 +656,21 @@ def test_a_train_state_has_the_scale_and_the_extra():
         x = xray(loss_fn, state, rows, prescribe=False)
         assert (x.scale, x.finite, x.loss) == (scale, False, pytest.approx(float(loss), rel=1e-3))
         assert xray(loss_fn, state, rows, scale=2.0**-10, prescribe=False).finite
+
+
+def test_a_skipped_step_without_a_record_is_not_called_finite_alone():
+    """If the scale of the skipped step is not known, a finite X-ray at the next one says so."""
+
+    def loss_fn(w, x):
+        return jnp.sum((x.astype("float16") * w.astype("float16")).astype("float32"))
+
+    x = jnp.full(4, 3.0)
+    rule = gs.DynamicLossScale(2.0**15)
+    state = gs.TrainState.create(jnp.ones(4), optax.sgd(0.1), rule=rule)
+    step = gs.train_step(loss_fn, donate=False)
+    skipped, _ = step(state, x)
+    assert not skipped.applied
+    said = str(gs.xray(loss_fn, skipped, x))
+    assert said.startswith("Finite at scale 2^14")
+    assert "scale=2^15, or create the state with telemetry=True" in said
+    assert gs.xray(loss_fn, skipped, x, scale=2.0**15).finite is False

@@ -4,12 +4,14 @@ import math
 import numbers
 import reprlib
 from types import FunctionType
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+
+from gainstage._base._jax import Tracer
 
 # XLA divides by multiplying with the reciprocal and flushes subnormal numbers to zero. Beyond these
 # bounds a loss scale or its reciprocal would be 0 in float32.
@@ -26,10 +28,32 @@ class InvalidArgumentError(TypeError, ValueError):
     """An argument of a wrong type, where a document promises a ValueError."""
 
 
+class _Text(str):
+    """A text that is its own `repr`."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _without_numbers(leaf: Any) -> Any:
+    """An array as its dtype and shape; anything else as it is."""
+    if isinstance(leaf, jax.Array | np.ndarray) and (leaf.ndim or isinstance(leaf, Tracer)):
+        return _Text(f"{leaf.dtype}{list(leaf.shape)}")
+    return leaf
+
+
 def brief(value: object) -> str:
-    """The `repr` of a value for an error: of a long list, dictionary or pytree only a part."""
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 160 else _SHORT.repr(value)
+    """The `repr` of a value for an error, in one line: large arrays by dtype and shape, and of a
+    long list, dictionary or pytree only a part."""
+    if isinstance(value, str):
+        return value if len(value) <= 160 else _SHORT.repr(value)
+    text = repr(value)
+    if len(text) <= 160 and "\n" not in text:
+        return text
+    if isinstance(value, tuple | list | dict | jax.Array | np.ndarray):
+        value = jax.tree.map(_without_numbers, value)
+    text = repr(value)
+    return " ".join((text if len(text) <= 160 else _SHORT.repr(value)).split())
 
 
 def as_power(scale: float) -> str:
@@ -148,6 +172,11 @@ def transformation(name: str, value: object) -> None:
         if hasattr(value, "stateless_apply")
         else ""
     )
+    if type(value).__module__.startswith("keras."):
+        advice = (
+            " Use an optimizer of optax; for a Keras model, gainstage.interop.keras.compile(model, "
+            "optimizer, loss)."
+        )
     if isinstance(value, FunctionType):
         advice = (
             " A loss is for gainstage.train_step(loss_fn); for a trainer that differentiates it, "
@@ -160,4 +189,8 @@ def transformation(name: str, value: object) -> None:
 
 def _expected(what: str, above: float, low: float, high: float, below: float) -> str:
     bounds = [(">", above), (">=", low), ("<=", high), ("<", below)]
-    return " and ".join([what, *(f"{sign} {b:g}" for sign, b in bounds if math.isfinite(b))])
+    return " and ".join([what, *(f"{sign} {_bound(b)}" for sign, b in bounds if math.isfinite(b))])
+
+
+def _bound(bound: float) -> str:
+    return f"2**{int(math.log2(bound))}" if bound in (SMALLEST, LARGEST) else f"{bound:g}"

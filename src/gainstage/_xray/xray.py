@@ -30,6 +30,10 @@ __all__ = ["Cause", "Remedy", "Window", "Xray", "xray"]
 SHOWN_CAUSES = 3  # causes that are printed
 DIVERGED = 100.0  # a root mean square that the parameters of a network that learns do not have
 NEEDED = "2^0 does not fit: float16 needs loss scaling at these weights"
+SKIPPED = (
+    "The last step was skipped at another scale, which this state does not record. Pass it, such "
+    "as scale={scale}, or create the state with telemetry=True."
+)
 NOT_NEEDED = "2^0 fits: float16 needs no loss scaling at these weights"
 
 
@@ -86,10 +90,11 @@ def xray(
 
     Source: `jax.debug_nans` and `jax.experimental.checkify` for the question.
     """
-    is_cast = plan_of(loss_fn) is not None
+    is_cast, is_next = plan_of(loss_fn) is not None, False
     if args and isinstance(args[0], TrainState):
         state, *batch = args
-        scale = _scale_of_last_step(state) if scale is None else scale
+        if scale is None:
+            scale, is_next = _scale_of_last_step(state)
         args = (state.params, *batch)
         if state.extra is not None:
             args = (state.params, state.extra, *batch)
@@ -97,20 +102,23 @@ def xray(
     if scale is None:
         raise TypeError(
             "Expected a TrainState, or a scale; got neither. Write gainstage.xray(loss_fn, state, "
-            "*batch); or scale=gainstage.transforms.loss_scale(opt_state), or scale=1.0 for a step "
-            "without loss scaling."
+            "*batch), the loss first; or scale=gainstage.transforms.loss_scale("
+            "opt_state), or scale=1.0 for a step without loss scaling."
         )
     value = checks.loss_scale("scale", float(np.asarray(scale)))
     program = program_of(loss_fn, args, argnums, has_aux, using)
     steps = jaxprs.count(program.jaxpr)
     with counted(steps, "X-ray", "trying change", every=16, shows=progress) as tick:
-        return Xray(program, float(value), tick, prescribe, compiled, is_cast)
+        return Xray(program, float(value), tick, prescribe, compiled, is_cast, is_next)
 
 
-def _scale_of_last_step(state: TrainState[Any]) -> jax.Array:
-    """The loss scale of the last step of a state, if it is recorded; else that of the next."""
+def _scale_of_last_step(state: TrainState[Any]) -> tuple[jax.Array, bool]:
+    """The loss scale of the last step of a state, and whether it is that of the next, because the
+    last was skipped at one that was not recorded."""
     observed = loss_scaled_state(state.opt_state).observed
-    return state.loss_scale if observed is None or state.applied else observed.info.loss_scale
+    if state.applied or observed is None:
+        return state.loss_scale, not state.applied
+    return observed.info.loss_scale, False
 
 
 class Xray:
@@ -138,8 +146,10 @@ class Xray:
         prescribe: bool = True,
         compiled: bool = True,
         is_cast: bool = False,
+        is_next: bool = False,
     ):
         self.scale = scale
+        self._is_next = is_next
         self.compiled_finite: bool | None = None
         if compiled:
             self.compiled_finite = bool(program.is_finite(jnp.float32(scale), program.arguments))
@@ -220,6 +230,8 @@ class Xray:
 
     def __str__(self) -> str:
         lines = [self.summary]
+        if self.finite and self._is_next:
+            lines.append(SKIPPED.format(scale=as_power(2 * self.scale)))
         lines += [self.comparison] if self.comparison else []
         lines += [f"cause: {cause}" for cause in self.causes[:SHOWN_CAUSES]]
         if len(self.causes) > SHOWN_CAUSES:

@@ -5,6 +5,7 @@ Needs the extra `keras` and `KERAS_BACKEND=jax`; import it before `keras.saving.
 
 from typing import Any
 
+from gainstage._base.checks import brief
 from gainstage.interop.keras_audit import Audit
 from gainstage.interop.keras_autocast import autocast, check_model, needs_scale, under
 from gainstage.interop.keras_backend import keras
@@ -78,6 +79,11 @@ def compile(
     """
     check_model(model)
     plan = None if dtype is None else named(dtype)
+    if hasattr(optimizer, "init") or type(optimizer).__module__.startswith("gainstage.optimizers"):
+        raise TypeError(
+            f"Expected an optimizer of Keras, or its name, for optimizer; got {brief(optimizer)}. "
+            f"Write keras.optimizers.Adam(1e-3)."
+        )
     scales, optimizer = needs_scale(plan, model), keras.optimizers.get(optimizer)
     if rule is not None:
         if not scales:

@@ -63,8 +63,9 @@ from gainstage.transforms.refusals import (
 
 NO_LOSS = (
     "This update of gainstage.loss_scaled does not get the loss, which {rule} measures: without it "
-    "a NaN in the data looks like an overflow, and lowers the scale. Write tx.update(grads, "
-    "opt_state, params, value=loss), or take gainstage.DynamicLossScale()."
+    "a NaN in the data looks like an overflow, and lowers the scale. Write "
+    "state.apply_gradients(grads, extra, loss=loss), or tx.update(grads, opt_state, params, "
+    "value=loss), or take gainstage.DynamicLossScale()."
 )
 KeyPath = tuple[Any, ...]  # the keys of a leaf in a pytree
 

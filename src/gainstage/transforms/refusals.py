@@ -17,8 +17,7 @@ from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossSca
 from gainstage.transforms.loss_scaled_state import LossScaledState, no_rule_state
 
 PARAMETERS_ALONE = (
-    "Pass the parameters alone to tx.init, such as equinox.filter(params, "
-    "equinox.is_inexact_array)."
+    "Pass the parameters alone, such as equinox.filter(params, equinox.is_inexact_array)."
 )
 
 
@@ -65,7 +64,8 @@ def statistics_in(params: PyTree, inner: OptState) -> str | None:
 
 NOTHING_IN_HALF = (
     "No product of this loss is in half precision, so its loss scale changes nothing. Write "
-    "gainstage.train_step(gainstage.autocast(loss_fn)); for training in float32, "
+    "gainstage.train_step(gainstage.autocast(loss_fn)), unless that is what you have: autocast "
+    "keeps products of few terms in float32. For training in float32, "
     "gainstage.TrainState.create(params, tx, rule=gainstage.FixedLossScale(1.0)). To silence this "
     'warning: warnings.filterwarnings("ignore", message="No product of this loss").'
 )

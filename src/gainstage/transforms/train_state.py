@@ -117,9 +117,19 @@ class TrainState(Generic[Params]):
             TypeError: `tx` is not a transformation, or a leaf of `params` or `extra` no array.
             ValueError: `tx` has a loss scale, and `rule` or another argument of it is given too.
         """
+        if hasattr(params, "init") and hasattr(params, "update") and not hasattr(tx, "init"):
+            raise TypeError(
+                f"Expected the parameters, and then an optax.GradientTransformation for tx, as in "
+                f"TrainState.create(params, tx); got {brief(params)} for params."
+            )
         checks.transformation("tx", tx)
+        models.refuse_others(params)
         trainable = models.trainable(params)
-        check_leaves(trainable)
+        try:
+            check_leaves(trainable)
+        except TypeError:
+            models.explain_leaves(params)
+            raise
         check_leaves(extra, "extra", "Bind what is no array to the loss: functools.partial.")
         extra = jax.tree.map(jnp.asarray, extra)
         given = {
@@ -306,9 +316,10 @@ def with_parts(
         if len(names) == 1:
             return result, (None, None)
         if not (isinstance(result, (tuple, list)) and len(result) == len(names)):
+            is_more = isinstance(result, (tuple, list)) and len(result) == len(names) + 1
+            advice = " What a loss returns beside them needs has_aux=True." * is_more
             raise TypeError(
-                f"Expected ({', '.join(names)}) from loss_fn; got "
-                f"{brief(jax.tree.map(jnp.shape, result))}."
+                f"Expected ({', '.join(names)}) from loss_fn; got {brief(result)}.{advice}"
             )
         loss, *others = result
         return loss, (others[0] if has_extra else None, others[-1] if has_aux else None)
@@ -326,12 +337,15 @@ def _check_arguments(
         return
     except TypeError as error:
         given = "params, extra, *batch" if has_extra else "params, *batch"
-        advice = (
-            "Take the extra of the state as the second argument."
-            if has_extra
-            else "A loss that takes an extra needs a state that has one: "
-            "gainstage.TrainState.create(params, tx, extra=extra)."
-        )
+        if len(args) == 2 + has_extra and isinstance(args[-1], tuple | list | dict):
+            advice = f"Unpack a batch that is a {type(args[-1]).__name__}: step(state, *batch)."
+        elif has_extra:
+            advice = "Take the extra of the state as the second argument."
+        else:
+            advice = (
+                "A loss that takes an extra needs a state that has one: "
+                "gainstage.TrainState.create(params, tx, extra=extra)."
+            )
         raise TypeError(
             f"Expected a loss_fn of ({given}), here of {len(args)} arguments; got one to which "
             f"this applies: {error}. {advice}"

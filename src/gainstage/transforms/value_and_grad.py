@@ -129,13 +129,14 @@ def scaled_value_and_grad(
             raise
         if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
             raise TypeError(
-                f"Expected (loss, aux) from fun with has_aux=True; got {brief(_shape(result))}."
+                f"Expected (loss, aux) from the loss function with has_aux=True; got "
+                f"{brief(_shape(result))}."
             )
         loss: Any = result[0] if has_aux else result
         aux: Any = result[1] if has_aux else None
         if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss):
             raise TypeError(
-                f"Expected a scalar loss from fun, or (loss, aux) with has_aux=True; got "
+                f"Expected a scalar loss, or (loss, aux) with has_aux=True; got "
                 f"{brief(jax.tree.map(_shape, loss))}."
             )
         return gradients.scaled(loss, scale), (gradients.upcast(loss), aux)
