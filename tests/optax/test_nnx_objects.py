@@ -144,3 +144,47 @@ def test_variables_that_a_step_creates_in_the_batch_are_refused():
     state = gs.TrainState.create(linear(), optax.sgd(0.1))
     with pytest.raises(ValueError, match="creates variables there"):
         gs.train_step(loss)(state, nnx.Dict(), X)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_statistics_go_on_from_microbatch_to_microbatch(bad):
+    """In a scan over microbatches a model's means and dropout counts are those of one after the
+    other, and its gradients the mean; a bad one leaves all as it was before the first."""
+
+    class Net(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.up, self.norm = nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+            self.drop, self.down = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(self.drop(nnx.relu(self.norm(self.up(x)))))
+
+    def loss_fn(model, x):
+        return jnp.mean((model(x) - 1.0) ** 2)
+
+    @jax.jit
+    def step(state, xs):
+        _, extra, total = state.value_and_grad(loss_fn)(xs[0])
+
+        def add(carry, x):
+            extra, total = carry
+            _, extra, grads = state.replace(extra=extra).value_and_grad(loss_fn)(x)
+            return (extra, jax.tree.map(jnp.add, total, grads)), None
+
+        (extra, total), _ = jax.lax.scan(add, (extra, total), xs[1:])
+        return state.apply_gradients(jax.tree.map(lambda g: g / len(xs), total), extra)
+
+    xs = jax.random.normal(jax.random.key(0), (3, 16, 4))
+    plain, grads = Net(), []
+    for x in xs:
+        grads.append(nnx.grad(loss_fn)(plain, x))
+    mean = jax.tree.map(lambda *each: sum(each) / len(xs), *grads)
+    start = gs.TrainState.create(Net(), optax.sgd(1.0), rule=gs.DynamicLossScale(2.0**4))
+    state = step(start, xs.at[1, 0, 0].set(jnp.nan) if bad else xs)
+    assert bool(state.applied) != bad
+    expected = start.params if bad else plain
+    for of in (lambda m: m.norm.mean, lambda m: m.norm.var, lambda m: m.drop.rngs.count):
+        np.testing.assert_allclose(of(state.params)[...], of(expected)[...], rtol=1e-6)
+    kernel = start.params.up.kernel[...] - (0.0 if bad else mean["up"]["kernel"][...])
+    np.testing.assert_allclose(state.params.up.kernel[...], kernel, rtol=1e-5, atol=1e-6)

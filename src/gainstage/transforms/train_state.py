@@ -180,11 +180,17 @@ class TrainState(Generic[Params]):
 
         Args:
             loss_scale: another loss scale, a number > 0; the rule goes on from it.
-            **changes: the fields of the state by name.
+            **changes: the fields of the state by name. What `value_and_grad` has returned as
+                `extra` is one: the state goes on from it, also with an NNX model, such as for the
+                next of several microbatches.
 
         Raises:
             TypeError: a state has no such field.
         """
+        if isinstance(extra := changes.get("extra"), NewExtra):
+            params, _ = nnx_copy(changes.get("params", self.params))
+            nnx_objects.change(params, extra.model)
+            changes |= {"params": params, "extra": extra.extra}
         state = dataclasses.replace(self, **changes)
         if loss_scale is None:
             return state
