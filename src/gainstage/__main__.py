@@ -115,7 +115,7 @@ def _parser() -> _Parser:
         help="train one network in float32, bfloat16, float16, and float16 with loss scaling",
         description="Trains one network from the same seed in float32, bfloat16, float16, and "
         "float16 with loss scaling, then in unscaled float16 on smaller batches. Prints the error "
-        "of each and the reasons, and writes a picture. Takes less than a minute on two CPU cores, "
+        "of each and the reasons, and writes a picture. Takes about a minute on two CPU cores, "
         "and downloads nothing. The exit status is 0, or 1 if a package or a device is missing.",
         examples=[
             "gainstage demo --seed 3",

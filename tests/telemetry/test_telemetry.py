@@ -286,7 +286,7 @@ def test_a_report_says_that_underflow_was_not_measured():
     assert "Underflow" not in str(gs.diagnostics.report(opt))
     opt.apply([1.0])
     assert str(gs.diagnostics.report(opt)).splitlines()[-1] == (
-        "Underflow was not measured: pass underflow_every=100."
+        "Underflow was not measured: pass underflow_every=100 beside telemetry=True."
     )
 
 

@@ -36,7 +36,7 @@ LEFT_OUT = (
     "normalisation are."
 )
 ADVISE = "gs.advise(loss_fn, params, batches) says what each precision costs"
-NOT_COUNTED = "Underflow was not measured: pass underflow_every=100."
+NOT_COUNTED = "Underflow was not measured: pass underflow_every=100 beside telemetry=True."
 OFF = 0.01  # the smallest rounding error that matters, as a share of the root mean square
 
 

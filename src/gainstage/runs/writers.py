@@ -130,7 +130,7 @@ class Writer(abc.ABC):
             self._waiting = []
             raise ValueError(
                 f"{dead[0]} was donated to a later step before it was read. Let the compiled step "
-                f"return it."
+                f"return it, or pass float({dead[0]}), for which Python waits."
             )
         read = jax.device_get(waiting)  # may be interrupted: `self._waiting` is still there
         pairs = zip(waiting, read, strict=True)
