@@ -33,7 +33,7 @@ def blocks(request, tmp_path_factory):
         for code, expected in re.findall(BLOCK, README, re.DOTALL):
             said = []
             scope["print"] = lambda *values, said=said: said.append(" ".join(map(str, values)))
-            exec(code.replace("2**17", request.param), scope)
+            exec(compile(code.replace("2**17", request.param), "train.py", "exec"), scope)
             printed.append(("\n".join(said), expected.strip()))
             if len(printed) == 1:
                 first = scope["half"]
@@ -48,7 +48,9 @@ def test_python_blocks_run(blocks):
     _, printed, as_written, *_ = blocks
     shown = [(said, expected) for said, expected in printed if expected]
     assert shown
-    for said, expected in shown:
+    for pair in shown:
+        # The error of a step that was tried again is a rounding, which differs by processor.
+        said, expected = (re.sub(r"within 0\.0\d%", "within 0.0_%", each) for each in pair)
         assert len(said.splitlines()) == len(expected.splitlines())
         assert said == expected or not as_written
 
@@ -66,7 +68,7 @@ def test_the_xray_finds_the_cause(blocks):
 def test_the_four_ways_of_the_first_program(blocks):
     """Run in float32, in float16 without a scale and with one, and in bfloat16, it ends as far from
     the true weights as the table says, within a tenth."""
-    rows = dict(re.findall(r"^\| \**([^|*]+?)\** \| \**([\d.]+e-\d+)\** \|$", README, re.M))
+    rows = dict(re.findall(r"^\| \**([^|*]+?)\** \| \**([\d.]+e-\d+)\** \|", README, re.M))
     loss_fn, x, y = blocks[0].__wrapped__, *blocks[3][1:]
     true_w, one = blocks[4], gs.FixedLossScale(1.0)
     ways = {
