@@ -113,7 +113,7 @@ def draw_batches(axes: Axes, found: Comparison) -> None:
 def draw_gradient(axes: Axes, scaled: Probe, plain: Probe) -> None:
     """The sizes of the gradient's elements against what float16 can hold."""
     shift, high = np.log2(scaled.scale), 20.0
-    low = max(np.floor(scaled.exponents.min()), -45.0)
+    low = max(np.floor(scaled.exponents.min()), -40.0)
     for start, end, color in [(low, -25, RED), (-25, -14, YELLOW), (16, high, RED)]:
         axes.axvspan(start, end, color=color, alpha=0.22, lw=0)
     for values, mode, label in [
@@ -130,8 +130,8 @@ def draw_gradient(axes: Axes, scaled: Probe, plain: Probe) -> None:
     for text, x in {"0": (low - 25) / 2, "loses bits": -19.5, "exact": 1, "inf": 18}.items():
         axes.text(x, top * 0.97, text, ha="center", va="top")
     axes.set(
-        title=f"{plain.flushed:.0%} of the gradient arrives as 0, scaled {scaled.flushed:.0%}",
-        xlabel="exponent, base 2; on the way here it was smaller, and became 0 there",
+        title=f"{plain.flushed:.0%} of the weights' gradient is 0, scaled {scaled.flushed:.0%}",
+        xlabel="exponent, base 2, of the gradient on its way through the network",
         ylabel="elements", xlim=(low, high), ylim=(0, top), yticks=[],
     )  # fmt: skip
 
@@ -145,5 +145,8 @@ def draw_scale(axes: Axes, run: Training) -> None:
         label=f"overflow, skipped ({skipped.sum()} of {len(steps)} steps)",
     )  # fmt: skip
     axes.set_yscale("log", base=2)
-    axes.set(title=f"Loss scale: here doubled after {PERIOD} good steps", xlabel="step")
+    axes.set(
+        title=f"Loss scale, here doubled after {PERIOD} good steps",
+        xlabel="step (by default it is doubled after 2,000)",
+    )
     axes.legend(loc="lower right")

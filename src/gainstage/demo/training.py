@@ -61,10 +61,10 @@ MODES = (FLOAT32, BFLOAT16, UNSCALED, SCALED)
 class Probe(NamedTuple):
     """What happened to the gradients of one batch, at one moment of the training."""
 
-    exponents: np.ndarray  # log2 of the elements that are not 0 in float32
+    exponents: np.ndarray  # log2 of the elements on their way through the network, in float32
     scale: float
-    error: float  # relative, against the gradients of float32
-    flushed: float  # share of the elements that are 0, but not in float32
+    error: float  # of the weights' gradients: relative, against those of float32
+    flushed: float  # share of their elements that are 0, but not in float32
 
 
 class Training(NamedTuple):
@@ -143,8 +143,9 @@ class Trainer:
         """Compares the gradient of a batch with that of float32 at the same weights."""
         exact = np.asarray(gradient(weights, batch, 1 / ranks, loss))
         held = np.asarray(gradient(weights, batch, scale / ranks, self._loss))
+        way = np.asarray(gradient_of_features(weights, batch, 1 / ranks))
         return Probe(
-            exponents=np.log2(np.abs(exact[exact != 0])),
+            exponents=np.log2(np.abs(way[way != 0])),
             scale=scale,
             error=float(np.linalg.norm(held / scale - exact) / np.linalg.norm(exact)),
             flushed=float(np.mean(held[exact != 0] == 0)),
@@ -158,6 +159,17 @@ def gradient(
     """All elements of the gradient of a loss times a factor, as they come out of the network."""
     grads = jax.grad(lambda weights: loss(weights, batch) * factor)(weights)
     return jnp.concatenate([jnp.ravel(g) for g in grads])
+
+
+@jit
+def gradient_of_features(weights: Weights, batch: Batch, factor: ArrayLike) -> jax.Array:
+    """The gradient of the loss times a factor at the first features of the network."""
+    noisy, clean = batch
+
+    def scaled(shift: jax.Array) -> jax.Array:
+        return jnp.square(denoise(weights, noisy, shift) - clean).mean() * factor
+
+    return jax.grad(scaled)(jnp.zeros((*noisy.shape[:-1], weights[0].shape[-1])))
 
 
 class Comparison(NamedTuple):
