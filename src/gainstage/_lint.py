@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 from gainstage._xray.from_file import imported_from
-from gainstage.transforms.lint import Fault, lint
+from gainstage.transforms.lint import Reading, read
 
 
 def main(words: str) -> int:
@@ -21,24 +21,34 @@ def main(words: str) -> int:
     except (TypeError, ValueError, RuntimeError, ImportError) as error:
         print(error, file=sys.stderr)
         return 1
-    for fault in found:
+    for fault in found.faults:
         print(fault)
-    if not found:
-        print(
-            "Nothing found: each gradient is multiplied by the loss scale once, and divided once."
+    if not found.faults:
+        print(_nothing(found))
+    return 1 if found.faults else 0
+
+
+def _nothing(found: Reading) -> str:
+    """What it means that nothing was found."""
+    if not found.has_scale:
+        return "Nothing to check: there is no loss scale of gainstage in this step."
+    if found.unknown:
+        return (
+            f"Nothing found, but {found.unknown} of the gradients cannot be followed, as through a "
+            f"kernel or a callback."
         )
-    return 1 if found else 0
+    return "Nothing found: each gradient is multiplied by the loss scale once, and divided once."
 
 
-def _found(given: Any, words: str) -> list[Fault]:
-    """The faults of what a function has returned."""
+def _found(given: Any, words: str) -> Reading:
+    """What is read of what a function has returned."""
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], tuple)):
         kind = f"a tuple of {len(given)}" if isinstance(given, tuple) else type(given).__name__
         raise ValueError(
             f"Expected (step, arguments) from {words}, with a tuple of arguments; got {kind}."
         )
     step, arguments = given
-    return lint(step, *arguments)
+    return read(step, *arguments)
 
 
 def _called(function: Any) -> Any:

@@ -30,6 +30,15 @@ def what_to_lint(step=step):
     return step, (gs.TrainState.create(make_model(), optax.sgd(0.1)), jnp.ones((2, 3)))
 def what_is_wrong():
     return what_to_lint(careless)
+def what_has_no_scale():
+    return what_to_lint(lambda state, x: jax.grad(loss_fn)(state.params, x))
+def what_has_a_callback():
+    def hidden(state, x):
+        loss, extra, grads = state.value_and_grad(loss_fn)(x)
+        shape = jax.ShapeDtypeStruct((3,), "float32")
+        scaled = grads["w"] * state.loss_scale
+        return state.apply_gradients({"w": jax.pure_callback(lambda g: g, shape, scaled)})
+    return what_to_lint(hidden)
 """
 
 
@@ -200,6 +209,25 @@ def test_a_missing_extra_is_named_before_the_work(tmp_path, monkeypatch, capsys)
         'pip install ".[report]"\n'
     )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("what_to_lint", "Nothing found: each gradient is multiplied by the loss scale once"),
+        ("what_has_no_scale", "Nothing to check: there is no loss scale of gainstage"),
+        ("what_has_a_callback", "Nothing found, but 1 of the gradients cannot be followed"),
+    ],
+)
+def test_lint_says_what_it_has_checked(function, said, tmp_path, monkeypatch, capsys):
+    """That nothing is found does not mean the same without a scale, or beside a callback."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    assert command.main(["lint", f"train:{function}"]) == 0
+    assert capsys.readouterr().out.startswith(said)
+    sys.modules.pop("train", None)
 
 
 def test_lint_prints_what_is_wrong_and_ends_with_1(tmp_path, monkeypatch, capsys):

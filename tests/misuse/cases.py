@@ -493,6 +493,30 @@ gs.TrainState.create(sgd, w)
     "a batch that is one tuple": ("refused", "Unpack a batch that is a tuple: step", """
 gs.train_step(lambda w, x, y: plain(w, x, y))(gs.TrainState.create(w, sgd), (1.0, 2.0))
 """),
+    "a batch that is one dict": ("refused", "Take a batch that is a dict as one argument", """
+gs.train_step(lambda w, x, y: plain(w, x, y))(gs.TrainState.create(w, sgd), {"x": 1.0, "y": 2.0})
+"""),
+    "an optimizer for the step": ("refused", "train_step: too many.*TrainState.create.params, tx", """
+gs.train_step(plain, sgd)
+"""),
+    "a rule without its name": ("refused", "create: too many.*by name extra=.*rule=", """
+gs.TrainState.create(w, sgd, gs.DynamicLossScale())
+"""),
+    "a loss scale for a new state": ("refused", "create: .*loss_scale.*rule=gainstage.Dynamic", """
+gs.TrainState.create(w, sgd, loss_scale=8.0)
+"""),
+    "a field that no state has": ("refused", "fields of a state: params.*; got scale", """
+gs.TrainState.create(w, sgd).replace(scale=8.0)
+"""),
+    "a state of optax for the optimizer": ("refused", "pass tx itself", """
+gs.TrainState.create(w, optax.adam(0.1).init(w))
+"""),
+    "a loss that is differentiated": ("refused", "not jax.value_and_grad of it", """
+gs.train_step(jax.value_and_grad(plain))(gs.TrainState.create(w, sgd))
+"""),
+    "alarms of a state": ("refused", "Expected the rule of the loss scale.*Alarms.gainstage.Dyn", """
+gs.diagnostics.Alarms(gs.TrainState.create(w, sgd))
+"""),
     "aux beside an extra without has_aux": ("refused", r"\(loss, extra\).*needs has_aux=True", """
 step = gs.train_step(lambda w, extra, x: (plain(w, x), extra, x))
 step(gs.TrainState.create(w, sgd, extra=jnp.ones(2)), 1.0)
@@ -523,7 +547,7 @@ import gainstage.interop.keras
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 gainstage.interop.keras.compile(model, sgd, "mse")
 """),
-    "an X-ray with the state first": ("refused", "xray.loss_fn, state, .batch., the loss first", """
+    "an X-ray with the state first": ("refused", "Expected the loss first; got a TrainState. Write gainstage.xray.loss_fn, state", """
 gs.xray(gs.TrainState.create(W, sgd), half, X)
 """),
     "a train state that a compiled step closes over": ("lints", "is a constant of the compiled function", """

@@ -1,10 +1,13 @@
 """Checks of arguments, with errors of the form "Expected <what>; got <value>."."""
 
+import functools
+import inspect
 import math
 import numbers
 import reprlib
+from collections.abc import Callable
 from types import FunctionType
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,8 @@ from gainstage._base._jax import Tracer
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 LARGEST_FLOAT16 = 65504.0
 
+
+Caller = TypeVar("Caller", bound=Callable[..., Any])
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 5
@@ -42,11 +47,32 @@ def _without_numbers(leaf: Any) -> Any:
     return leaf
 
 
+def explained(advice: str) -> Callable[[Caller], Caller]:
+    """A decorator: a call with arguments that a function does not take says what to write."""
+
+    def wrap(fun: Caller) -> Caller:
+        signature = inspect.signature(fun)
+
+        @functools.wraps(fun)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{fun.__qualname__}: {error}. {advice}") from None
+            return fun(*args, **kwargs)
+
+        return cast("Caller", call)
+
+    return wrap
+
+
 def brief(value: object) -> str:
     """The `repr` of a value for an error, in one line: large arrays by dtype and shape, and of a
     long list, dictionary or pytree only a part."""
     if isinstance(value, str):
         return value if len(value) <= 160 else _SHORT.repr(value)
+    if isinstance(value, Tracer):
+        return _without_numbers(value)
     text = repr(value)
     if len(text) <= 160 and "\n" not in text:
         return text
@@ -183,6 +209,8 @@ def transformation(name: str, value: object) -> None:
             "gainstage.autocast(loss_fn, loss_scale=2.0**15)."
         )
     advice = " Pass its `tx`." if hasattr(value, "tx") else advice  # as an `nnx.Optimizer` has
+    if isinstance(value, tuple) and not advice and jax.tree.leaves(value):
+        advice = " A state of optax is made by TrainState.create: pass tx itself."
     what = f"Expected an optax.GradientTransformation for {name}; got {brief(value)}."
     raise TypeError(f"{what}{advice}")
 

@@ -90,6 +90,11 @@ def xray(
 
     Source: `jax.debug_nans` and `jax.experimental.checkify` for the question.
     """
+    if isinstance(loss_fn, TrainState):
+        raise TypeError(
+            "Expected the loss first; got a TrainState. Write gainstage.xray(loss_fn, state, "
+            "*batch)."
+        )
     is_cast, is_next = plan_of(loss_fn) is not None, False
     if args and isinstance(args[0], TrainState):
         state, *batch = args
@@ -102,7 +107,7 @@ def xray(
     if scale is None:
         raise TypeError(
             "Expected a TrainState, or a scale; got neither. Write gainstage.xray(loss_fn, state, "
-            "*batch), the loss first; or scale=gainstage.transforms.loss_scale("
+            "*batch); or scale=gainstage.transforms.loss_scale("
             "opt_state), or scale=1.0 for a step without loss scaling."
         )
     value = checks.loss_scale("scale", float(np.asarray(scale)))

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from gainstage._base.checks import LARGEST_FLOAT16
+from gainstage._base.checks import LARGEST_FLOAT16, brief
 from gainstage._base.warn import warn
 from gainstage.rules.loss_scale import LossScale
 from gainstage.runs.findings import FINDINGS, findings_on
@@ -88,6 +88,11 @@ class Alarms(Writer):
         largest_number: float = LARGEST_FLOAT16,
     ):
         super().__init__(every)
+        if not isinstance(rule, LossScale | None):
+            raise TypeError(
+                f"Expected the rule of the loss scale, or None; got {brief(rule)}. Write "
+                f"Alarms(gainstage.DynamicLossScale()), or Alarms(optimizer.rule)."
+            )
         self._rule, self._bell = rule, _Bell(rule, largest_number)
         self._tell = on_alarm or (lambda alarm: warnings.warn(alarm, stacklevel=5))
         self._blind: int | None = 0  # records without telemetry, None after the first with it

@@ -94,8 +94,8 @@ class Writer(abc.ABC):
         check_not_importing()
         if not isinstance(info, StepInfo | None):
             raise TypeError(
-                f"Expected what gainstage.diagnostics.telemetry returned for info; got "
-                f"{brief(repr(info))}. Write other numbers by name: write({step!r}, loss=loss)."
+                f"Expected state.info, or what gainstage.diagnostics.telemetry returned, for info; "
+                f"got {brief(repr(info))}. Write other numbers by name: write({step!r}, loss=loss)."
             )
         if not isinstance(audit, AuditResult | None):
             raise TypeError(

@@ -175,6 +175,19 @@ def lint(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Fault]:
 
     Source: units of measure in programs, Kennedy, 1994.
     """
+    return read(step, *args, **kwargs).faults
+
+
+class Reading(NamedTuple):
+    """What `lint` has read of a step."""
+
+    faults: list[Fault]
+    has_scale: bool  # whether there is a loss scale of the library in it
+    unknown: int  # the gradients of which nothing is known, such as those of a kernel
+
+
+def read(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Reading:
+    """Reads a step, as `lint` does."""
     if not callable(step):
         raise TypeError(f"Expected a function for step; got {step!r}.")
 
@@ -192,7 +205,8 @@ def lint(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Fault]:
     found = faults_in(marks)
     if adapts and needless:
         found.append(Fault("needless scale", adapts.line or SOME_LINE, needless))
-    return found
+    unknown = sum(m.name == "gradient" and m.value.degree is None for m in marks)
+    return Reading(found, any(m.name in ("state", "scale") for m in marks), unknown)
 
 
 def faults_in(marks: Sequence[Mark]) -> list[Fault]:

@@ -165,8 +165,9 @@ def observed_in(opt_state: OptState) -> Observed:
     observed: Observed | None = loss_scaled_state(opt_state).observed
     if observed is None:
         raise ValueError(
-            "Expected telemetry=True of the loss_scaled whose init made opt_state; got a state "
-            "without it. Write gainstage.TrainState.create(params, tx, telemetry=True)."
+            "Expected telemetry=True of the state; got one without it. Write "
+            "gainstage.TrainState.create(params, tx, telemetry=True), or, in a chain of your own, "
+            "gainstage.loss_scaled(tx, telemetry=True)."
         )
     return observed
 

@@ -93,6 +93,10 @@ class TrainState(Generic[Params]):
     _returned: ClassVar[Any] = None  # what `train_step` notes of a state that it has returned
 
     @staticmethod
+    @checks.explained(
+        "Write gainstage.TrainState.create(params, tx), and by name extra=, telemetry=True, or "
+        "rule=gainstage.DynamicLossScale(2.0**15) for another first loss scale."
+    )
     def create(
         params: Model,
         tx: Transformation,
@@ -187,6 +191,11 @@ class TrainState(Generic[Params]):
         Raises:
             TypeError: a state has no such field.
         """
+        if unknown := changes.keys() - {field.name for field in dataclasses.fields(self)}:
+            raise TypeError(
+                f"Expected loss_scale, or fields of a state: {', '.join(_FIELDS)} and tx; got "
+                f"{min(unknown)}."
+            )
         if isinstance(extra := changes.get("extra"), NewExtra):
             params, _ = nnx_copy(changes.get("params", self.params))
             nnx_objects.change(params, extra.model)
@@ -344,7 +353,12 @@ def _check_arguments(
     except TypeError as error:
         given = "params, extra, *batch" if has_extra else "params, *batch"
         if len(args) == 2 + has_extra and isinstance(args[-1], tuple | list | dict):
-            advice = f"Unpack a batch that is a {type(args[-1]).__name__}: step(state, *batch)."
+            advice = (
+                "Take a batch that is a dict as one argument, loss_fn(params, batch), or pass its "
+                "values: step(state, batch['x'], batch['y'])."
+                if isinstance(args[-1], dict)
+                else f"Unpack a batch that is a {type(args[-1]).__name__}: step(state, *batch)."
+            )
         elif has_extra:
             advice = "Take the extra of the state as the second argument."
         else:

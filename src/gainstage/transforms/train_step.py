@@ -133,6 +133,10 @@ def train_step(
 ) -> "TrainStep[*tuple[Any, ...]]": ...
 
 
+@checks.explained(
+    "Write state = gainstage.TrainState.create(params, tx), step = gainstage.train_step(loss_fn), "
+    "and state, loss = step(state, *batch)."
+)
 def train_step(
     loss_fn: Callable[..., Any],
     *,
