@@ -65,7 +65,7 @@ tx = gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(8.0, hysteresis=2), tele
 assert_type(tx, optax.GradientTransformationExtraArgs)
 gs.loss_scaled(optax.MultiSteps(optax.sgd(0.1), 2), gs.compat.experimental.FixedLossScale(2))
 state: Any = tx.init({"w": w.value()})
-assert_type(gs.transforms.loss_scale(state), jax.Array)
+assert_type(gs.transforms.current_scale(state), jax.Array)
 assert_type(gs.transforms.step_was_applied(state), jax.Array)
 assert_type(gs.transforms.select_if_applied(w * 2, w.value(), state), jax.Array)
 

@@ -12,7 +12,7 @@ import pytest
 import gainstage as gs
 from gainstage.interop import importers
 from gainstage.optimizers import LossScaleOptimizer, Variable
-from gainstage.transforms import loss_scale
+from gainstage.transforms import current_scale
 
 # Recorded from `torch.amp.GradScaler` around SGD(0.5) on the loss `w[0] + i * w[1]` of step i,
 # times inf where a step is not finite, from w = (1, 1).
@@ -106,7 +106,7 @@ def test_an_imported_scale_is_put_into_a_chain(telemetry):
     tx = optax.chain(made, optax.scale(2.0))
     before = tx.init(jnp.ones(2))
     after = optax.tree.set(before, rule_state=state)
-    assert float(loss_scale(after)) == rule.initial_loss_scale
+    assert float(current_scale(after)) == rule.initial_loss_scale
     assert jax.tree.structure(after) == jax.tree.structure(before)
 
 

@@ -221,4 +221,4 @@ def test_scaled_run_is_bit_equal_to_a_plain_one(name):
             before = params, state
         assert scaled_state.applied == (factor == 1.0)
         assert_same((scaled_params, scaled_state.inner), before)
-    assert gs.transforms.loss_scale(scaled_state) == 2.0**14
+    assert gs.transforms.current_scale(scaled_state) == 2.0**14

@@ -10,7 +10,7 @@ import pytest
 
 import gainstage as gs
 from gainstage.optimizers import SGD, LossScaleOptimizer, Variable
-from gainstage.transforms import loss_scale
+from gainstage.transforms import current_scale
 
 RATE, CLIP = 0.125, 0.5
 BATCHES, BAD = 6, 2  # the gradient of this batch overflows
@@ -204,7 +204,7 @@ def test_accumulation_in_a_scan():
             assert float(info.grad_norm) == pytest.approx(np.sqrt((mean**2).sum()), rel=1e-5)
     weights = oracle("accumulation", scaler)
     np.testing.assert_allclose(joined(params), weights, rtol=1e-5, atol=1e-6)
-    assert float(loss_scale(state)) == scaler.scale
+    assert float(current_scale(state)) == scaler.scale
     assert rates == [RATE, RATE, RATE / 2]
 
 
@@ -252,7 +252,7 @@ def test_update_with_a_new_scale():
             new = state.rule_state._replace(scale=jnp.float32(new_scale))
             state = state._replace(rule_state=new)
         scaler.update(True, new_scale)
-        assert float(opt.loss_scale) == float(loss_scale(state)) == scaler.scale
+        assert float(opt.loss_scale) == float(current_scale(state)) == scaler.scale
         assert int(opt.dynamic_counter) == int(state.rule_state.good_steps) == scaler.good
     assert scaler.scale == 64.0
 
@@ -302,11 +302,11 @@ def test_several_optimizers():
     both = gs.loss_scaled(optax.multi_transform(parts, {"one": "one", "two": "two"}))
     updates, state = both.update(grads, both.init(params), params)
     assert jax.tree.map(float, updates) == {"one": 0.0, "two": 0.0}
-    assert float(loss_scale(state)) == 2.0**14
+    assert float(current_scale(state)) == 2.0**14
     for part, update, scale in (("one", 0.0, 2.0**14), ("two", -0.25, 2.0**15)):
         tx = gs.loss_scaled(parts[part])
         got, state = tx.update(grads[part], tx.init(params[part]), params[part])
-        assert (float(got), float(loss_scale(state))) == (update, scale)
+        assert (float(got), float(current_scale(state))) == (update, scale)
 
 
 def test_the_oracle_is_torch():

@@ -104,7 +104,7 @@ gs.loss_scaled(gs.loss_scaled(sgd)).init(w)
 """),
     "two scaled groups": ("refused", "One loss has one scale", """
 tx = optax.multi_transform({'a': gs.loss_scaled(sgd), 'b': gs.loss_scaled(sgd)}, {'x': 'a', 'y': 'b'})
-gs.transforms.loss_scale(tx.init({'x': w, 'y': w}))
+gs.transforms.current_scale(tx.init({'x': w, 'y': w}))
 """),
     "no loss_scaled at all": ("refused", "Wrap the transformation", """
 gs.train_step(plain)(gs.TrainState.create(w, sgd).replace(opt_state=sgd.init(w)))
@@ -125,21 +125,21 @@ tx = gs.loss_scaled(sgd); state = tx.init(w)
 step = jax.jit(lambda w, state: tx.update(jax.grad(plain)(w), state, w))
 for _ in range(3): _, state = step(w, state)
 """),
-    "scale_loss, not divided": ("lints", "loss_scale=gainstage.transforms.loss_scale", """
+    "scale_loss, not divided": ("lints", "loss_scale=gainstage.transforms.current_scale", """
 tx = gs.loss_scaled(sgd); args = w, tx.init(w)
 step = lambda w, s: tx.update(jax.grad(lambda w: gs.transforms.scale_loss(plain(w), s))(w), s, w)
 """),
     "divided twice": ("lints", "Leave loss_scale= out", """
 tx = gs.loss_scaled(sgd); args = w, tx.init(w)
-step = lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1], s, w, loss_scale=gs.transforms.loss_scale(s))
+step = lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1], s, w, loss_scale=gs.transforms.current_scale(s))
 """),
     "scale_loss inside of value_and_grad, for a penalty and for a log": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 def penalty(w):
-    return plain(jax.grad(lambda x: gs.transforms.scale_loss(plain(w * x), state))(w) / gs.transforms.loss_scale(state))
+    return plain(jax.grad(lambda x: gs.transforms.scale_loss(plain(w * x), state))(w) / gs.transforms.current_scale(state))
 gs.value_and_grad(penalty, state)(w)
 gs.value_and_grad(lambda w: (plain(w), {"scaled": gs.transforms.scale_loss(plain(w), state)}), state, has_aux=True)(w)
-gs.value_and_grad(lambda w: gs.transforms.scale_loss(plain(w), state) / gs.transforms.loss_scale(state), state)(w)
+gs.value_and_grad(lambda w: gs.transforms.scale_loss(plain(w), state) / gs.transforms.current_scale(state), state)(w)
 """),
     "a scale by hand that never changes": ("lints", "is a constant, so the rule", """
 tx = gs.loss_scaled(sgd); args = w, tx.init(w)
@@ -151,10 +151,10 @@ step = jax.jit(lambda w, s: tx.update(jax.grad(lambda w: 8.0 * plain(w))(w), s, 
 for _ in range(3): state = step(w, state)
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 for _ in range(3):
-    scale = float(gs.transforms.loss_scale(state))
+    scale = float(gs.transforms.current_scale(state))
     state = tx.update(jax.grad(lambda w: scale * plain(w))(w), state, w, loss_scale=scale)[1]
 step = jax.jit(lambda w, s, scale: tx.update(jax.grad(lambda w: scale * plain(w))(w), s, w, loss_scale=scale)[1])
-for _ in range(3): state = step(w, state, gs.transforms.loss_scale(state))
+for _ in range(3): state = step(w, state, gs.transforms.current_scale(state))
 """),
     "true gradients in float16": ("lints", "loses the small", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
@@ -166,7 +166,7 @@ tx = gs.loss_scaled(sgd); state = tx.init(w)
 step = jax.jit(lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1].astype("bfloat16"), s, w)[1])
 for _ in range(3): state = step(w, state)
 grad = lambda w, s: jax.grad(lambda w: gs.transforms.scale_loss(plain(w), s))(w).astype("float16")
-step = jax.jit(lambda w, s: tx.update(grad(w, s), s, w, loss_scale=gs.transforms.loss_scale(s))[1])
+step = jax.jit(lambda w, s: tx.update(grad(w, s), s, w, loss_scale=gs.transforms.current_scale(s))[1])
 for _ in range(3): state = step(w, state)
 """),
     "nan_to_num of gradients": ("lints", "Leave it out", """
@@ -190,11 +190,11 @@ for _ in range(3): state = step(w, state)
     },
     "true gradients that are divided by the scale again": ("lints", "by the loss scale once too often", """
 tx = gs.loss_scaled(sgd); args = w, tx.init(w)
-step = lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1] / gs.transforms.loss_scale(s), s, w)
+step = lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1] / gs.transforms.current_scale(s), s, w)
 """),
     "true gradients times the inverse of the scale": ("lints", "by the loss scale once too often", """
 tx = gs.loss_scaled(sgd); args = w, tx.init(w)
-step = lambda w, s: tx.update((1 / gs.transforms.loss_scale(s)) * gs.value_and_grad(plain, s)(w)[1], s, w)
+step = lambda w, s: tx.update((1 / gs.transforms.current_scale(s)) * gs.value_and_grad(plain, s)(w)[1], s, w)
 """),
     "what may be done to true gradients": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
@@ -246,7 +246,7 @@ for way in ways:
     "by hand": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 grads = jax.grad(lambda w: gs.transforms.scale_loss(plain(w), state))(w)
-updates, new = tx.update(grads, state, w, loss_scale=gs.transforms.loss_scale(state))
+updates, new = tx.update(grads, state, w, loss_scale=gs.transforms.current_scale(state))
 assert abs(updates + 0.2).max() < 1e-6
 """),
     "a rule beside a scaled loss": ("lints", r"Leave the rule out.*autocast\(loss_fn, loss_scale=scale\)", """
@@ -683,19 +683,19 @@ step = lambda s: gs.train_step(lambda w: gs.transforms.scale_loss(plain(w), s.op
 """),
     "loss_scale times the loss, in value_and_grad": ("lints", "Leave this factor out", """
 tx = gs.loss_scaled(sgd); args = w, tx.init(w)
-step = lambda w, s: tx.update(gs.value_and_grad(lambda w: plain(w) * gs.transforms.loss_scale(s), s)(w)[1], s, w)
+step = lambda w, s: tx.update(gs.value_and_grad(lambda w: plain(w) * gs.transforms.current_scale(s), s)(w)[1], s, w)
 """),
     "loss_scale times each loss, in value_and_grad": ("lints", "Leave this factor out", """
 tx = gs.loss_scaled(sgd); args = w, tx.init(w)
-step = lambda w, s: tx.update(gs.value_and_grad(lambda w: jnp.mean(gs.transforms.loss_scale(s) * w ** 2), s)(w)[1], s, w)
+step = lambda w, s: tx.update(gs.value_and_grad(lambda w: jnp.mean(gs.transforms.current_scale(s) * w ** 2), s)(w)[1], s, w)
 """),
     "loss_scale that is returned, or divides, in value_and_grad": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
-def beside(w, s): return plain(w), {"scale": gs.transforms.loss_scale(s), "scaled": plain(w) * gs.transforms.loss_scale(s)}
-def divided(w, s): return plain(w) / gs.transforms.loss_scale(s), 0
+def beside(w, s): return plain(w), {"scale": gs.transforms.current_scale(s), "scaled": plain(w) * gs.transforms.current_scale(s)}
+def divided(w, s): return plain(w) / gs.transforms.current_scale(s), 0
 def again(w, s):
-    g = jax.grad(lambda w: plain(w) * gs.transforms.loss_scale(s))(w) / gs.transforms.loss_scale(s)
-    return plain(w) + jnp.sum(g * g) + 0.0 * gs.transforms.loss_scale(s), 0
+    g = jax.grad(lambda w: plain(w) * gs.transforms.current_scale(s))(w) / gs.transforms.current_scale(s)
+    return plain(w) + jnp.sum(g * g) + 0.0 * gs.transforms.current_scale(s), 0
 for f in (beside, divided, again):
     for run in (jax.jit, lambda f: f):
         run(lambda w, s: gs.value_and_grad(f, s, has_aux=True)(w, s))(w, state)
@@ -707,7 +707,7 @@ step = lambda w, s: tx.update(gs.value_and_grad(lambda w: gs.transforms.scale_lo
     "scale_loss of what it has returned": ("lints", "Leave this factor out", """
 tx = gs.loss_scaled(sgd); args = w, tx.init(w); scaled = gs.transforms.scale_loss
 grad = lambda w, s: jax.grad(lambda w: scaled(scaled(plain(w), s), s))(w)
-step = lambda w, s: tx.update(grad(w, s), s, w, loss_scale=gs.transforms.loss_scale(s))
+step = lambda w, s: tx.update(grad(w, s), s, w, loss_scale=gs.transforms.current_scale(s))
 """),
     "scale_loss of what an optimizer's has returned": ("lints", "Multiply once", """
 v = gs.optimizers.Variable(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()); opt.build([v])
@@ -721,7 +721,7 @@ opt.build([v]); args = (); step = lambda: opt.apply_gradients(zip(opt.get_unscal
     "scale_loss of several losses, and of one that is true again": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD())
 for scaled, scale in [(opt.scale_loss, lambda: opt.loss_scale),
-                      (lambda x: gs.transforms.scale_loss(x, state), lambda: gs.transforms.loss_scale(state))]:
+                      (lambda x: gs.transforms.scale_loss(x, state), lambda: gs.transforms.current_scale(state))]:
     def total(w):
         one, two = scaled(plain(w)), scaled(2 * plain(w))
         return one + two + scaled(one / scale())

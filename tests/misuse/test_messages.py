@@ -10,7 +10,7 @@ import pytest
 import gainstage as gs
 from gainstage.compat import experimental, tf2, v1
 from gainstage.optimizers import LossScaleOptimizer, Variable, from_optax, functionalize, schedules
-from gainstage.transforms import loss_scale
+from gainstage.transforms import current_scale
 
 
 def test_an_optimizer_shows_its_rate_its_scale_and_whether_it_is_built():
@@ -151,13 +151,13 @@ def plain_state():
 def two_scales():
     tx = gs.loss_scaled(optax.adam(0.1))
     state = tx.init(large()[0])
-    loss_scale([state, state])
+    current_scale([state, state])
 
 
 LONG = {
     "plain state": plain_state,
     "value_and_grad": lambda: gs.value_and_grad(loss_fn, optax.adam(0.1).init(large()[0])),
-    "loss_scale": lambda: loss_scale(optax.adam(0.1).init(large()[0])),
+    "loss_scale": lambda: current_scale(optax.adam(0.1).init(large()[0])),
     "two scales": two_scales,
     "telemetry": lambda: gs.diagnostics.telemetry(optax.adam(0.1).init(large()[0])),
     "loss": lambda: gs.value_and_grad(

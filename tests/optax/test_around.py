@@ -104,7 +104,7 @@ def test_what_is_allowed_sees_every_overflow(name, bad):
     for weights, opt_state in ((new.params, new.opt_state), by_bricks):
         for key, before in WEIGHTS.items():
             np.testing.assert_array_equal(weights[key], before)
-        assert float(gs.transforms.loss_scale(opt_state)) == 4.0
+        assert float(gs.transforms.current_scale(opt_state)) == 4.0
 
 
 def test_accumulation_outside_is_what_a_step_around_all_does_right():

@@ -277,7 +277,7 @@ def test_it_takes_the_steps_of_the_bricks():
         assert leaves((state.params, state.opt_state, found)) == leaves((params, opt_state, loss))
         np.testing.assert_allclose(of_step.params, params, rtol=1e-6)
         np.testing.assert_allclose(by_step, loss, rtol=1e-6)
-        assert float(of_step.loss_scale) == float(gs.transforms.loss_scale(opt_state))
+        assert float(of_step.loss_scale) == float(gs.transforms.current_scale(opt_state))
 
 
 def test_each_state_of_an_ensemble_has_its_own_scale():

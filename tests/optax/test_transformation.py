@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import gainstage as gs
 from gainstage.diagnostics import telemetry
 from gainstage.optimizers import SGD, Adam, LossScaleOptimizer, Variable
-from gainstage.transforms import apply_updates, loss_scale, scale_loss, step_was_applied
+from gainstage.transforms import apply_updates, current_scale, scale_loss, step_was_applied
 
 from peers import fails
 
@@ -193,7 +193,7 @@ def test_one_loss_has_one_scale():
     updates, state = tx.update({"a": jnp.ones(2), "b": jnp.full(2, jnp.nan)}, state, params)
     kept = apply_updates(params, updates, state)
     assert jax.tree.map(lambda x: x.tolist(), kept) == {"a": [1, 1], "b": [1, 1]}
-    assert float(loss_scale(state)) == 2.0**14
+    assert float(current_scale(state)) == 2.0**14
     updates, state = tx.update({"a": jnp.ones(2), "b": jnp.ones(2)}, state, params)
     assert all((update != 0).all() for update in jax.tree.leaves(updates))
 
@@ -334,7 +334,7 @@ def test_what_is_no_state_is_named_with_its_own_remedy(wrong, words):
     with pytest.raises(ValueError, match=words):
         gs.value_and_grad(loss_fn, wrong(tx, params))(params)
     with pytest.raises(ValueError, match=words):
-        loss_scale(wrong(tx, params))
+        current_scale(wrong(tx, params))
 
 
 def test_the_state_is_found_or_named():
@@ -467,8 +467,8 @@ def test_the_state_can_be_asked_wherever_it_is():
         _, state = update(grads, state, params)
         # `clip` in front lets nan through, but makes an inf 1.
         assert bool(step_was_applied(state)) is not np.isnan(factor)
-        assert float(loss_scale(state)) == (scale if factor != np.inf else 2.0**14)
-    for ask in (loss_scale, step_was_applied, lambda s: scale_loss(1.0, s)):
+        assert float(current_scale(state)) == (scale if factor != np.inf else 2.0**14)
+    for ask in (current_scale, step_was_applied, lambda s: scale_loss(1.0, s)):
         with pytest.raises(ValueError, match=r"exactly one state"):
             ask(optax.sgd(0.1).init(params))
 
@@ -497,7 +497,7 @@ def test_it_works_as_a_part(wrap):
     updates, after = update(bad, state, params)
     assert np.signbit(np.asarray(updates["w"])).all()
     assert updates["w"].tolist() == [0.0, 0.0]
-    assert (float(loss_scale(after)), bool(step_was_applied(after))) == (4.0, False)
+    assert (float(current_scale(after)), bool(step_was_applied(after))) == (4.0, False)
     good = {"w": jnp.ones(2), "b": jnp.ones(())}
     updates, after = update(good, after, params)
     assert updates["w"].tolist() == [-0.5, -0.5]
@@ -543,10 +543,10 @@ def test_several_parts_have_a_scale_each():
     tx = optax.multi_transform(parts, {"w": "a", "v": "b"})
     params = {"w": jnp.ones(2), "v": jnp.ones(2)}
     _, state = tx.update({"w": jnp.full(2, jnp.nan), "v": jnp.ones(2)}, tx.init(params), params)
-    scales = {name: float(loss_scale(part)) for name, part in state.inner_states.items()}
+    scales = {name: float(current_scale(part)) for name, part in state.inner_states.items()}
     assert scales == {"a": 4.0, "b": 64.0}
     with pytest.raises(ValueError, match=r"exactly one state .* got 2"):
-        loss_scale(state)
+        current_scale(state)
 
 
 def test_none_and_integers_in_the_tree():
@@ -758,7 +758,7 @@ def test_a_state_may_hold_a_python_number(compiled):
     assert updates["w"].tolist() == [-1] * 3
     state = optax.tree.set(state, scale=1024.0, learning_rate=0.25)
     _, state = update({"w": jnp.full(3, jnp.inf)}, state, params)
-    assert (float(loss_scale(state)), state.inner.hyperparams["learning_rate"]) == (512, 0.25)
+    assert (float(current_scale(state)), state.inner.hyperparams["learning_rate"]) == (512, 0.25)
 
 
 @pytest.mark.parametrize("scale", [None, 2.0])
@@ -813,13 +813,13 @@ gs.train_step(loss_fn)(gs.TrainState.create(w, optax.sgd(0.1)))
 """,
     "by hand": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
-grads = jax.grad(lambda w: loss_fn(w) * gs.transforms.loss_scale(state))(w)
-tx.update(grads / gs.transforms.loss_scale(state), state, w)
+grads = jax.grad(lambda w: loss_fn(w) * gs.transforms.current_scale(state))(w)
+tx.update(grads / gs.transforms.current_scale(state), state, w)
 """,
     "scale_loss": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
 grads = jax.grad(lambda w: gs.transforms.scale_loss(loss_fn(w), state))(w)
-tx.update(grads / gs.transforms.loss_scale(state), state, w)
+tx.update(grads / gs.transforms.current_scale(state), state, w)
 """,
     "unscaled by it": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
@@ -867,10 +867,11 @@ tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
 @jax.jit
 def step(w, state):
     loss, grads = jax.value_and_grad(loss_fn)(w)
-    return tx.update(grads, state, w)[1], {"loss": loss, "scale": gs.transforms.loss_scale(state)}
+    scale = gs.transforms.current_scale(state)
+    return tx.update(grads, state, w)[1], {"loss": loss, "scale": scale}
 @jax.jit
 def other(w, state):
-    metrics = {"scale": gs.transforms.loss_scale(state)}
+    metrics = {"scale": gs.transforms.current_scale(state)}
     return tx.update(jax.jit(jax.grad(loss_fn))(w), state, w)[1], metrics
 for _ in range(3): state, _ = other(w, state); state, _ = step(w, state)
 """,
@@ -967,7 +968,7 @@ for _ in range(3):
     "scaled by hand": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
 for _ in range(3):
-    scale = gs.transforms.loss_scale(state)
+    scale = gs.transforms.current_scale(state)
     grads = jax.grad(lambda w: gs.transforms.scale_loss(loss_fn(w), state))(w)
     _, state = tx.update(grads, state, w, loss_scale=scale)
 """,
@@ -989,7 +990,7 @@ ways = [
 for way in ways:
     @jax.jit
     def step(w, state):
-        scale = gs.transforms.loss_scale(state)
+        scale = gs.transforms.current_scale(state)
         return tx.update(way(w, scale), state, w)[1], scale
     for _ in range(2): state, _ = step(w, state)
 """,
@@ -1000,7 +1001,7 @@ for loss in (scaled, local):
     for grad in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.checkpoint(jax.grad(loss))):
         @jax.jit
         def step(w, state):
-            return tx.update(0.5 * grad(w), state, w)[1], gs.transforms.loss_scale(state)
+            return tx.update(0.5 * grad(w), state, w)[1], gs.transforms.current_scale(state)
         for _ in range(2): state, _ = step(w, state)
 """,
     "two compiled functions with the scale as a metric": """
@@ -1009,7 +1010,7 @@ compute = jax.jit(lambda w, state: gs.value_and_grad(loss_fn, state)(w)[1])
 @jax.jit
 def update(grads, state, w):
     grads = grads + jax.grad(lambda w: 1e-4 * (w * w).sum())(w)
-    return tx.update(grads, state, w)[1], gs.transforms.loss_scale(state)
+    return tx.update(grads, state, w)[1], gs.transforms.current_scale(state)
 for _ in range(3): state, _ = update(compute(w, state), state, w)
 """,
 }
@@ -1065,7 +1066,7 @@ def test_the_state_of_another_rule_names_both(how):
     fixed, loaded = others[-1], others[0].init(params)  # a fixed rule takes any state
     after = fixed.update(params, loaded, params)[1]
     assert jax.tree.structure(after) == jax.tree.structure(loaded)
-    assert float(loss_scale(after)) == 8.0
+    assert float(current_scale(after)) == 8.0
 
 
 @pytest.mark.parametrize("make", [optax.sgd, optax.adamw])

@@ -63,7 +63,7 @@ def in_optax(on, steps):
         return (params, after), (
             params[0],
             after.inner.gradient_step,
-            gs.transforms.loss_scale(after),
+            gs.transforms.current_scale(after),
         )
 
     return step, (params, tx.init(params))

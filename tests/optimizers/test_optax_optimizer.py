@@ -148,7 +148,7 @@ def by_multi_transform(steps):
         yield (
             params["body"],
             params["head"],
-            gs.transforms.loss_scale(state),
+            gs.transforms.current_scale(state),
             step_was_applied(state),
         )
 

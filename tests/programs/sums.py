@@ -32,7 +32,9 @@ def moved(scaled, dtype):
         if not scaled:
             updates, state = tx.update([g.astype(jnp.float32) for g in grads], state, params)
             return optax.apply_updates(params, updates), state
-        updates, state = tx.update(grads, state, params, loss_scale=gs.transforms.loss_scale(state))
+        updates, state = tx.update(
+            grads, state, params, loss_scale=gs.transforms.current_scale(state)
+        )
         return gs.transforms.apply_updates(params, updates, state), state
 
     traced = jax.jit(step, donate_argnums=(0, 1)).trace(params, state, planned(params, dtype))

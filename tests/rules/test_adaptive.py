@@ -8,7 +8,7 @@ import pytest
 
 import gainstage as gs
 from gainstage.optimizers import SGD, LossScaleOptimizer
-from gainstage.transforms import loss_scale
+from gainstage.transforms import current_scale
 
 from oracles import AdaptiveAutomaton
 
@@ -285,7 +285,7 @@ def test_devices_share_a_loss_that_is_bad_on_one():
     good = jax.jit(mapped)(state, params, params)
     bad = jax.jit(mapped)(good, seen, seen)
     assert (bool(good.applied), bool(bad.applied)) == (True, False)
-    assert float(loss_scale(bad)) == float(loss_scale(good))
+    assert float(current_scale(bad)) == float(current_scale(good))
 
 
 def test_in_an_optax_loop_the_loss_is_passed_as_value():
@@ -294,12 +294,12 @@ def test_in_an_optax_loop_the_loss_is_passed_as_value():
     params = jnp.ones(3)
     state = tx.init(params)
     _, state = tx.update(params, state, params, value=1.0)
-    scale = float(loss_scale(state))
+    scale = float(current_scale(state))
     for _ in range(10):
         _, state = tx.update(params * NAN, state, params, value=NAN)
-    assert float(loss_scale(state)) == scale
+    assert float(current_scale(state)) == scale
     _, state = tx.update(params * np.inf, state, params, value=1.0)
-    assert float(loss_scale(state)) == scale / 2
+    assert float(current_scale(state)) == scale / 2
 
 
 def test_wrong_settings():

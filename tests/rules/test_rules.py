@@ -11,7 +11,7 @@ import pytest
 
 import gainstage as gs
 from gainstage.optimizers import SGD, Adam, LossScaleOptimizer, Variable, from_optax
-from gainstage.transforms import loss_scale
+from gainstage.transforms import current_scale
 
 from oracles import scale_automaton
 from peers import fails, keras_step, live
@@ -302,7 +302,7 @@ def test_the_default_rule_is_one():
     for _ in range(20):
         states = [tx.update(params * jnp.nan, state, params)[1]
                   for tx, state in zip((without, given), states, strict=True)]  # fmt: skip
-    assert [float(loss_scale(state)) for state in states] == [1.0, 1.0]
+    assert [float(current_scale(state)) for state in states] == [1.0, 1.0]
 
 
 LOADED = [

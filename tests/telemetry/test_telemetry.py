@@ -148,7 +148,7 @@ def test_an_optax_state_tells_the_same(rng):
     update, plainly = jax.jit(tx.update), jax.jit(plain.update)
     told = Told()
     for true, _ in steps_of(rng, lambda: 1.0):
-        told = told.after(true, float(gs.transforms.loss_scale(state)))
+        told = told.after(true, float(gs.transforms.current_scale(state)))
         updates, state = update(true, state, params)
         same, other = plainly(true, other, params)
         check(gs.diagnostics.telemetry(state), told)

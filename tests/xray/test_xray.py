@@ -413,7 +413,7 @@ def test_the_scale_of_a_state_is_taken():
     """A state tells the scale, which shows in what overflows; so does one that is given."""
     loss = network(lambda h: h * HALF(2.0**-10) * HALF(2.0**10))
     state = gs.TrainState.create(PARAMS, optax.sgd(0.1))
-    scale = gs.transforms.loss_scale(state.opt_state)
+    scale = gs.transforms.current_scale(state.opt_state)
     assert not xray(loss, PARAMS, X, scale=scale, compiled=False, prescribe=False).finite
     x = xray(loss, state, X, compiled=False)
     assert (x.scale, x.finite) == (2.0**15, False)

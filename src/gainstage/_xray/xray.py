@@ -107,7 +107,7 @@ def xray(
     if scale is None:
         raise TypeError(
             "Expected a TrainState, or a scale; got neither. Write gainstage.xray(loss_fn, state, "
-            "*batch); or scale=gainstage.transforms.loss_scale("
+            "*batch); or scale=gainstage.transforms.current_scale("
             "opt_state), or scale=1.0 for a step without loss scaling."
         )
     value = checks.loss_scale("scale", float(np.asarray(scale)))

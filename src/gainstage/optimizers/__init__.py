@@ -1,4 +1,4 @@
-"""The Keras face, as `keras.optimizers`: each update rule in a file, with the formulas of Keras.
+"""Keras-style optimizers, with the formulas of `keras.optimizers`: each update rule in a file.
 
 Their wrapper `LossScaleOptimizer` is here too, with the variables that they train, and `jit` and
 `functionalize` for code that assigns to variables. Rooms above may import all of it.

@@ -39,7 +39,7 @@ ALIKE = 1.02  # times on paper whose ratio is below this are the same
 
 
 class Cost(NamedTuple):
-    """What one precision costs."""
+    """What one precision costs training: a row of an `Advice`."""
 
     # "float32", "float32, highest", "bfloat16", "float16, unscaled", "float16" or "float8"
     name: str

@@ -6,12 +6,12 @@ them. A `TrainState` does all of it. It knows nothing of the optimizers.
 
 from gainstage.transforms.local_scale import locally_scaled
 from gainstage.transforms.updates import apply_updates, select_if_applied, step_was_applied
-from gainstage.transforms.value_and_grad import loss_scale, scale_loss
+from gainstage.transforms.value_and_grad import current_scale, scale_loss
 
 __all__ = [
     "apply_updates",
+    "current_scale",
     "locally_scaled",
-    "loss_scale",
     "scale_loss",
     "select_if_applied",
     "step_was_applied",

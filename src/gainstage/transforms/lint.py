@@ -35,7 +35,7 @@ _TEXTS = {
     "not divided": (
         "The gradients that the update at {update} takes for true ones still have the loss scale "
         "in them: {line} multiplies by it, and nothing divides. Write tx.update(grads, opt_state, "
-        "params, loss_scale=gainstage.transforms.loss_scale(opt_state))."
+        "params, loss_scale=gainstage.transforms.current_scale(opt_state))."
     ),
     "multiplied twice": (
         "The loss scale is in the gradients of the update at {update} once too often: {line} "

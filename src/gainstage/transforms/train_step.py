@@ -147,7 +147,7 @@ def train_step(
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
 ) -> Any:
-    """A compiled train step: scaled loss, gradients, check, update.
+    """Returns a compiled step of a `TrainState`: scaled loss, gradients, check, update.
 
     It computes the same as `value_and_grad` and `apply_gradients` of a `TrainState` inside of
     `jax.jit`. On a CPU it is faster than that, because it stores no unscaled gradients; on a GPU

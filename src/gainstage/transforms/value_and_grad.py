@@ -157,7 +157,7 @@ def _shape(loss: Any) -> object:
     return f"shape {jnp.shape(loss)}" if hasattr(loss, "shape") else loss
 
 
-def loss_scale(opt_state: OptState) -> jax.Array:
+def current_scale(opt_state: OptState) -> jax.Array:
     """Returns the current scale, found anywhere inside an optax state: a float32 scalar.
 
     Args:
@@ -170,7 +170,7 @@ def loss_scale(opt_state: OptState) -> jax.Array:
         >>> import gainstage as gs
         >>> import jax.numpy as jnp, optax
         >>> tx = optax.chain(gs.loss_scaled(optax.sgd(0.5)), optax.scale(2.0))
-        >>> print(gs.transforms.loss_scale(tx.init(jnp.ones(3))))
+        >>> print(gs.transforms.current_scale(tx.init(jnp.ones(3))))
         32768.0
     """
     return loss_scaled_state(opt_state).rule_state.scale
@@ -179,7 +179,7 @@ def loss_scale(opt_state: OptState) -> jax.Array:
 def scale_loss(loss: Scalar, opt_state: OptState) -> jax.Array:
     """Returns the loss times the scale, in float32 or wider, for your own backward pass.
 
-    Divide the gradients by `loss_scale(opt_state)` in float32 before `update`, which takes true
+    Divide the gradients by `current_scale(opt_state)` in float32 before `update`, which takes true
     gradients; `value_and_grad` does both.
 
     Args:
