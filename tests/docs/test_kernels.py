@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from docs.test_docs import BLOCK, DOCS
+from docs.pages import BLOCK, DOCS
 
 import gainstage as gs
 

@@ -1,4 +1,5 @@
-"""No step that a page, an example or a table of conformance shows as right is accused by `lint`."""
+"""The code of each page runs and prints what the page says; and no step that a page, an example or
+a table of conformance shows as right is accused by `lint`."""
 
 import functools
 import importlib
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from conformance import test_optax, test_torch
-from docs.test_docs import NEEDS, PAGES, ROOT, TESTED, run
+from docs.pages import NEEDS, PAGES, ROOT, TESTED, run
 from docs.test_migrating import SECTIONS
 from docs.test_origins import CASES as ORIGINS
 from docs.test_origins import origins
@@ -94,18 +95,24 @@ def linted(monkeypatch):
     return found
 
 
+README = ROOT / "README.md"  # whose outputs have tests of their own
+
+
+@pytest.mark.as_users
 @pytest.mark.parametrize(
     "page",
-    [p for p in (*PAGES, ROOT / "README.md") if p not in TESTED and "```python" in p.read_text()],
+    [p for p in (*PAGES, README) if p not in TESTED and "```python" in p.read_text()],
     ids=lambda page: page.stem,
 )
 def test_a_page(page, capsys, tmp_path, monkeypatch, linted):
-    """All blocks of a page, one after the other."""
+    """All blocks of a page run one after the other; a block of text behind one is what that
+    prints."""
     for library in NEEDS.get(page.stem, []):
         pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
-    run(page, capsys.readouterr)
-    linted.check()
+    for printed, output in run(page, capsys.readouterr):
+        assert not output or printed == output or page == README
+    assert wrong(linted.faults) == []
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from docs.test_docs import DOCS, ROOT
+from docs.pages import DOCS, ROOT
 
 pytestmark = pytest.mark.repo
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from docs.test_docs import DOCS, PAGES, ROOT
+from docs.pages import DOCS, PAGES, ROOT
 
 import gainstage as gs
 

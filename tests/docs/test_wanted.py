@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from docs.test_docs import BLOCK, DOCS
+from docs.pages import BLOCK, DOCS
 
 import gainstage as gs
 

@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from docs.test_docs import DOCS, ROOT
+from docs.pages import DOCS, ROOT
 
 pytestmark = pytest.mark.repo
 

@@ -1,11 +1,7 @@
-"""The documentation: the code of each page runs, and prints what the page says."""
+"""The pages of the documentation, and how their code is run."""
 
 import re
 from pathlib import Path
-
-import pytest
-
-pytestmark = pytest.mark.repo
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -29,18 +25,3 @@ def run(page, printed):
         exec(code, scope)
         found.append((printed().out.rstrip(), output.rstrip()))
     return found
-
-
-@pytest.mark.as_users
-@pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if page not in TESTED and "```python" in page.read_text()],
-    ids=lambda page: page.stem,
-)
-def test_code_blocks_run(page, capsys, tmp_path, monkeypatch):
-    """Blocks run one after the other; a block of text behind one is what that prints."""
-    for library in NEEDS.get(page.stem, []):
-        pytest.importorskip(library)
-    monkeypatch.chdir(tmp_path)
-    for printed, output in run(page, capsys.readouterr):
-        assert not output or printed == output
