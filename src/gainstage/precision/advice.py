@@ -180,8 +180,7 @@ class Advice:
         if larger == 1:
             return f"Float16 needs loss scaling at these parameters and this batch size{why}."
         return (
-            f"Float16 needs no loss scaling at this batch size yet, but from about {larger:,} "
-            f"times as many examples on{why}."
+            f"Float16 needs loss scaling from about {larger:,} times this batch size on{why}."
         )
 
     def notes(self) -> list[str]:
@@ -202,7 +201,7 @@ class Advice:
                 f"at 1, and steps that are not finite are still skipped."
             )
         if best.exponent is not None and self.needs_scaling_from != 1:
-            notes.append("The lines below scale all the same, as gradients shrink in training.")
+            notes.append("The lines below scale already now, as gradients shrink in training.")
         if best.bias_at_most > MAX_BIAS:
             notes.append(
                 f"On so few batches the bias of {best.name} may be up to "
