@@ -1,5 +1,6 @@
 """Checks of arguments, with errors of the form "Expected <what>; got <value>."."""
 
+import contextlib
 import functools
 import inspect
 import math
@@ -77,7 +78,8 @@ def brief(value: object) -> str:
     if len(text) <= 160 and "\n" not in text:
         return text
     if isinstance(value, tuple | list | dict | jax.Array | np.ndarray):
-        value = jax.tree.map(_without_numbers, value)
+        with contextlib.suppress(TypeError, ValueError):  # keys that cannot be sorted
+            value = jax.tree.map(_without_numbers, value)
     text = repr(value)
     return " ".join((text if len(text) <= 160 else _SHORT.repr(value)).split())
 
