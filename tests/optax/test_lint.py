@@ -540,6 +540,10 @@ LOSSES = {
     "attention": lambda p, x, y: jax.nn.dot_product_attention(*[hidden(p, x[None, :, None])] * 3),
     "a window": lambda p, x, y: jax.lax.dynamic_slice(hidden(p, x), (y[0], 0), (2, 12)),
     "a sampled image": lambda p, x, y: map_coordinates(p["w"], [x[0] % 9, x[1] % 9], 1),
+    "rows apart": lambda p, x, y: sum(row * row for row in jnp.unstack(hidden(p, x))),
+    "a long convolution": lambda p, x, y: jnp.fft.irfft(
+        jnp.fft.rfft(hidden(p, x), 32) * jnp.fft.rfft(p["w"][:8], 32), 32
+    ),
     "an inner gradient": lambda p, x, y: jax.vmap(jax.grad(lambda t: hidden(p, t).sum()))(x) ** 2,
 }
 

@@ -50,7 +50,7 @@ _D = Does
 _TABLE: tuple[tuple[str, Does], ...] = (
     ("neg abs real imag conj copy copy_p convert_element_type reduce_precision", _D.KEEP),
     ("reshape broadcast_in_dim transpose squeeze expand_dims rev split", _D.KEEP),
-    ("slice dynamic_slice gather take top_k bitcast_convert_type name", _D.KEEP),
+    ("slice dynamic_slice gather take top_k bitcast_convert_type name unstack", _D.KEEP),
     ("reduce_sum reduce_max reduce_min cumsum cummax cummin fft", _D.KEEP),
     ("reduce_window_sum reduce_window_max reduce_window_min", _D.KEEP),
     ("select_and_scatter_add select_and_gather_add", _D.KEEP),  # of what the maximum chooses
@@ -58,7 +58,7 @@ _TABLE: tuple[tuple[str, Does], ...] = (
     ("psum psum2 psum_invariant pmax pmin pmean all_gather all_gather_invariant", _D.KEEP),
     ("all_to_all ppermute reduce_scatter pvary pcast pbroadcast reshard device_put", _D.KEEP),
     ("sharding_constraint layout_constraint", _D.KEEP),
-    ("add sub add_any max min pad clamp concatenate select_n complex nextafter rem", _D.SUM),
+    ("add sub add_any max min pad clamp concatenate stack select_n complex nextafter rem", _D.SUM),
     ("scatter scatter-add scatter_add dynamic_update_slice", _D.SUM),
     (" ".join((*PRODUCTS, "mul")), _D.TIMES),
     ("div triangular_solve", _D.DIVIDE),
@@ -513,6 +513,8 @@ def _scalar(x: Any) -> float | None:
     """A number that is written out; None for an array."""
     if isinstance(x, Tracer | jax.Array) or np.ndim(x):
         return None
+    if np.iscomplexobj(x):
+        return float(np.real(x)) if np.imag(x) == 0 else None
     try:
         return float(x)
     except TypeError:

@@ -179,9 +179,7 @@ class Advice:
             return none
         if larger == 1:
             return f"Float16 needs loss scaling at these parameters and this batch size{why}."
-        return (
-            f"Float16 needs loss scaling from about {larger:,} times this batch size on{why}."
-        )
+        return f"Float16 needs loss scaling from about {larger:,} times this batch size on{why}."
 
     def notes(self) -> list[str]:
         """Returns what the table does not say, a sentence each."""

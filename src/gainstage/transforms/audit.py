@@ -474,15 +474,21 @@ def _compare(
     gradient_error = jnp.sqrt(_ratio(errors.sum(), norms.sum()))
     is_past, are_past = gradient_error > bounds[1], each > bounds[2]
 
-    def moved() -> jax.Array:
+    def moved(size: jax.Array) -> jax.Array:
         """The squares of the changes of the gradients if each parameter is rounded."""
         with IS_KEPT(True), jax.default_matmul_precision("highest"):
-            _, other, _ = side(jnp.float32(1.0), _rounded(arrays, split.count, sides.rounding))
+            _, other, _ = side(jnp.float32(1.0), _rounded(arrays, split.count, size))
         other = [t for t in jax.tree.leaves(other) if jnp.issubdtype(t.dtype, jnp.inexact)]
         return jnp.stack([square(o - t) for o, (_, _, t, _) in zip(other, named, strict=True)])
 
-    # A third gradient, only where there is an error to be explained.
-    shifts = jax.lax.cond(is_past | are_past.any(), moved, lambda: jnp.zeros_like(norms))
+    # Two gradients more, only where there is an error to be explained. At a kink of the loss, such
+    # as that of a maximum, one of the two directions may be on the other side of it.
+    both = sides.rounding * jnp.array([1.0, -1.0], jnp.float32)
+    shifts = jax.lax.cond(
+        is_past | are_past.any(),
+        lambda: jax.lax.map(moved, both).max(axis=0),
+        lambda: jnp.zeros_like(norms),
+    )
     explained = jnp.where(shifts >= CANCELS**2 * norms, ROUNDINGS**2 * shifts, 0.0)
     are_explained = (~are_past | (errors <= explained)).all()
     are_explained &= ~is_past | (errors.sum() <= explained.sum())
@@ -510,7 +516,7 @@ def _compare(
     return AuditResult(numbers, None, tuple(name for name, *_ in named), part=part)
 
 
-def _rounded(arrays: list[Any], count: int, size: float) -> list[Any]:
+def _rounded(arrays: list[Any], count: int, size: jax.Array) -> list[Any]:
     """The first arrays, each number off by a relative `size`, up or down; the rest as they are."""
 
     def off(x: Any) -> Any:
@@ -518,7 +524,7 @@ def _rounded(arrays: list[Any], count: int, size: float) -> list[Any]:
             return x
         # The last bit of a number decides, which is as good as chance and placed as the number is.
         bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-        return x + x * (size * (1 - 2 * (bits & 1).astype(x.dtype)))
+        return x + x * (size.astype(x.dtype) * (1 - 2 * (bits & 1).astype(x.dtype)))
 
     return [*map(off, arrays[:count]), *arrays[count:]]
 
