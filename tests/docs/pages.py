@@ -9,6 +9,7 @@ PAGES = sorted(DOCS.glob("**/*.md"))
 TESTED = {DOCS / "migrating.md", *DOCS.glob("start/*.md"), *DOCS.glob("from/*.md")}  # elsewhere
 BLOCK = r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?"
 NEEDS = {
+    "bad-steps": ["keras"],
     "faq": ["equinox", "flax"],
     "optax-loops": ["equinox", "flax"],
     "sharded-optimizers": ["orbax.checkpoint"],
