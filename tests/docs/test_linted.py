@@ -58,6 +58,11 @@ def wrong(faults):
 
 @pytest.fixture
 def linted(monkeypatch):
+    """What is found in the steps of a test."""
+    return watched(monkeypatch)
+
+
+def watched(monkeypatch):
     """Lints what `jax.jit` and `gs.optimizers.jit` compile, each `train_step`, and `minimize`."""
     found, jit = Linted(), jax.jit
 
@@ -95,13 +100,10 @@ def linted(monkeypatch):
     return found
 
 
-README = ROOT / "README.md"  # whose outputs have tests of their own
-
-
 @pytest.mark.as_users
 @pytest.mark.parametrize(
     "page",
-    [p for p in (*PAGES, README) if p not in TESTED and "```python" in p.read_text()],
+    [page for page in PAGES if page not in TESTED and "```python" in page.read_text()],
     ids=lambda page: page.stem,
 )
 def test_a_page(page, capsys, tmp_path, monkeypatch, linted):
@@ -111,7 +113,7 @@ def test_a_page(page, capsys, tmp_path, monkeypatch, linted):
         pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
     for printed, output in run(page, capsys.readouterr):
-        assert not output or printed == output or page == README
+        assert not output or printed == output
     assert wrong(linted.faults) == []
 
 
