@@ -127,7 +127,12 @@ def draw_gradient(axes: Axes, scaled: Probe, plain: Probe) -> None:
             color=COLORS[mode], fontweight="bold",
         )  # fmt: skip
     top = axes.get_ylim()[1] * 1.32
-    for text, x in {"0": (low - 25) / 2, "loses bits": -19.5, "exact": 1, "inf": 18}.items():
+    for text, x in {
+        "0": (low - 25) / 2,
+        "loses bits": -19.5,
+        "full precision": 1,
+        "inf": 18,
+    }.items():
         axes.text(x, top * 0.97, text, ha="center", va="top")
     axes.set(
         title=f"{plain.flushed:.0%} of the weights' gradient is 0, scaled {scaled.flushed:.0%}",
