@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from docs import linting
 from gainstage.diagnostics import read_run
 
 import quick
@@ -19,10 +20,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(script, folder, devices=1, kill_at=None, words=()):
-    """What a quick run printed; it gets SIGKILL once it has printed `kill_at`."""
+    """What a quick run printed, of steps that `lint` does not accuse; it gets SIGKILL once it has
+    printed `kill_at`."""
     flags = f"--xla_force_host_platform_device_count={devices}"
     environment = quick.environment(flags, KERAS_BACKEND="jax", PYTHONUNBUFFERED="1")
-    command = [sys.executable, EXAMPLES / script, "--quick", "--folder", folder, *words]
+    command = [sys.executable, linting.__file__, EXAMPLES / script, "--quick", "--folder", folder]
+    command += words
     errors, printed = Path(f"{folder}.txt"), ""
     pipes = {"stdout": subprocess.PIPE, "text": True, "env": environment}
     with errors.open("w") as file, subprocess.Popen(command, stderr=file, **pipes) as process:

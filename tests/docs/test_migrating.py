@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from docs.linting import watched, wrong
 
 import gainstage as gs
 from gainstage.compat import dtensor, experimental, tf2, v1
@@ -52,14 +53,16 @@ def test_every_row_is_there_once_and_has_a_test():
 
 
 @pytest.mark.parametrize("title", [title for title in SECTIONS if "```python" in SECTIONS[title]])
-def test_blocks_run(title, capsys):
-    """The Python blocks of a section run one after the other and print what their comments say."""
+def test_blocks_run(title, capsys, monkeypatch):
+    """The Python blocks of a section run one after the other and print what their comments say, and
+    `lint` accuses no step."""
     blocks = re.findall(r"```python\n(.*?)```", SECTIONS[title], re.S)
-    scope = {}
+    scope, found = {"__name__": "docs"}, watched(monkeypatch.setattr)
     for block in blocks:
         exec(block, scope)
         said = re.findall(r"^(?: *print\(.*\)  )?# ((?:-?[\d.]+|True|False)(?: .*)?)$", block, re.M)
         assert capsys.readouterr().out.splitlines() == said
+    assert wrong(found.faults) == []
 
 
 # What the five documents name: arguments, attributes and methods.

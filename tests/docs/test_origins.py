@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from docs.linting import watched, wrong
 from docs.pages import DOCS, ROOT
 
 pytestmark = pytest.mark.repo
@@ -22,15 +23,18 @@ DIFFERENT = "## What differs"
 @pytest.mark.parametrize(
     ("page", "title"), CASES, ids=[f"{page.stem}: {title}" for page, title in CASES]
 )
-def test_examples_print_what_the_page_shows(page, title):
-    """The examples of one title run in order and print the text behind them.
+def test_examples_print_what_the_page_shows(page, title, monkeypatch):
+    """The examples of one title run in order and print the text behind them, and `lint` accuses no
+    step of ours.
 
     They are skipped where what they need is missing; those of Gainstage alone always run.
     """
     if title != "Gainstage" and (reason := origins.missing(title)):
         pytest.skip(reason)
+    found = watched(monkeypatch.setattr)
     for shown, printed in origins.run(page, title):
         assert printed == shown
+    assert wrong(found.faults) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from docs.test_linted import watched, wrong
+from docs.linting import watched, wrong
 
 import gainstage as gs
 from examples import which_precision
@@ -31,7 +31,7 @@ def blocks(request, tmp_path_factory):
     assert README.count("(2**17, 16)") == 1
     scope, printed = {"__name__": "docs"}, []
     with pytest.MonkeyPatch.context() as patch:
-        found = watched(patch)
+        found = watched(patch.setattr)
         patch.chdir(tmp_path_factory.mktemp("readme"))
         for code, expected in re.findall(BLOCK, README, re.DOTALL):
             said = []
