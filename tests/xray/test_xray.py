@@ -672,5 +672,5 @@ def test_a_skipped_step_without_a_record_is_not_called_finite_alone():
     assert not skipped.applied
     said = str(gs.xray(loss_fn, skipped, x))
     assert said.startswith("Finite at scale 2^14")
-    assert "scale=2^15, or create the state with telemetry=True" in said
+    assert "scale=2**15, or create the state with telemetry=True" in said
     assert gs.xray(loss_fn, skipped, x, scale=2.0**15).finite is False

@@ -30,11 +30,11 @@ __all__ = ["Cause", "Remedy", "Window", "Xray", "xray"]
 SHOWN_CAUSES = 3  # causes that are printed
 DIVERGED = 100.0  # a root mean square that the parameters of a network that learns do not have
 NEEDED = "2^0 does not fit: float16 needs loss scaling at these weights"
+NOT_NEEDED = "2^0 fits: float16 needs no loss scaling at these weights"
 SKIPPED = (
     "The last step was skipped at another scale, which this state does not record. Pass it, such "
     "as scale={scale}, or create the state with telemetry=True."
 )
-NOT_NEEDED = "2^0 fits: float16 needs no loss scaling at these weights"
 
 
 def xray(
@@ -107,8 +107,8 @@ def xray(
     if scale is None:
         raise TypeError(
             "Expected a TrainState, or a scale; got neither. Write gainstage.xray(loss_fn, state, "
-            "*batch); or scale=gainstage.transforms.current_scale("
-            "opt_state), or scale=1.0 for a step without loss scaling."
+            "*batch); or scale=gainstage.transforms.current_scale(opt_state), or scale=1.0 for a "
+            "step without loss scaling."
         )
     value = checks.loss_scale("scale", float(np.asarray(scale)))
     program = program_of(loss_fn, args, argnums, has_aux, using)
@@ -236,7 +236,7 @@ class Xray:
     def __str__(self) -> str:
         lines = [self.summary]
         if self.finite and self._is_next:
-            lines.append(SKIPPED.format(scale=as_power(2 * self.scale)))
+            lines.append(SKIPPED.format(scale=as_power(2 * self.scale).replace("^", "**")))
         lines += [self.comparison] if self.comparison else []
         lines += [f"cause: {cause}" for cause in self.causes[:SHOWN_CAUSES]]
         if len(self.causes) > SHOWN_CAUSES:
