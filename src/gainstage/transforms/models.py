@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import jax
 
-from gainstage._base.checks import brief
 from gainstage._variables.types import PyTree, Using
 from gainstage.transforms.nnx_objects import nodes_in
 
@@ -27,37 +26,6 @@ def library(*models: Any, beside: PyTree = ()) -> str | None:
     objects = getattr(sys.modules.get(NNX), "Pytree", ())
     nodes = jax.tree.leaves(beside, is_leaf=lambda x: isinstance(x, objects)) if objects else []
     return NNX if any(isinstance(node, objects) for node in nodes) else None
-
-
-def refuse_others(params: PyTree) -> None:
-    """Raises a TypeError for a class, and for a model of Keras."""
-    if hasattr(params, "stateless_call"):
-        raise TypeError(
-            f"Expected arrays or a model of Flax NNX or Equinox; got {brief(params)}. A model of "
-            f"Keras is for gainstage.interop.keras.compile(model, optimizer, loss) and fit."
-        )
-    if isinstance(params, type):
-        raise TypeError(f"Expected a model; got the class {params.__name__}. Make an object of it.")
-
-
-def explain_leaves(params: PyTree) -> None:
-    """Raises a clearer TypeError for a leaf that is no array, if models of Equinox are in a tuple,
-    or their `State` is."""
-    if not isinstance(params, tuple | list | dict) or EQUINOX not in sys.modules:
-        return
-    equinox = sys.modules[EQUINOX]
-    kinds = equinox.Module, equinox.nn.State
-    parts = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds))
-    if any(isinstance(part, equinox.nn.State) for part in parts):
-        raise TypeError(
-            "Expected parameters alone; got a State of Equinox beside them. Write "
-            "gainstage.TrainState.create(model, tx, extra=state)."
-        )
-    if any(isinstance(part, equinox.Module) for part in parts):
-        raise TypeError(
-            f"Expected one model; got a {type(params).__name__} of Equinox models. Make it one: an "
-            f"equinox.Module with a field for each."
-        )
 
 
 def refuse_models_in_a_pytree(params: PyTree) -> None:

@@ -1,5 +1,6 @@
 """What `loss_scaled` and `train_step` say about arguments that they were not made for."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,20 +16,46 @@ from gainstage._variables.types import OptState, PyTree, Structure
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from gainstage.transforms.loss_scaled_state import LossScaledState, no_rule_state
+from gainstage.transforms.models import EQUINOX
 
 PARAMETERS_ALONE = (
     "Pass the parameters alone, such as equinox.filter(params, equinox.is_inexact_array)."
 )
 
 
-def check_leaves(tree: PyTree, name: str = "params", advice: str = PARAMETERS_ALONE) -> None:
+def refuse_others(params: PyTree) -> None:
+    """Raises a TypeError for a model of Keras, and for a class."""
+    if hasattr(params, "stateless_call"):
+        raise TypeError(
+            f"Expected arrays or a model of Flax NNX or Equinox; got {brief(params)}. A model of "
+            f"Keras is for gainstage.interop.keras.compile(model, optimizer, loss) and fit."
+        )
+    if isinstance(params, type):
+        raise TypeError(f"Expected a model; got the class {params.__name__}. Make an object of it.")
+
+
+def check_leaves(tree: PyTree, name: str = "params", advice: str | None = None) -> None:
     """Raises a TypeError for a leaf that is neither an array nor a number."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not hasattr(leaf, "dtype") and not isinstance(leaf, complex | float | int):
             raise TypeError(
                 f"Expected arrays in {name}; got {brief(leaf)} for "
-                f"`{name}{jax.tree_util.keystr(path)}`. {advice}"
+                f"`{name}{jax.tree_util.keystr(path)}`. {advice or _advice_for(tree)}"
             )
+
+
+def _advice_for(params: PyTree) -> str:
+    """What to pass instead of parameters with leaves that are no arrays."""
+    equinox = sys.modules.get(EQUINOX)
+    if equinox is None or not isinstance(params, tuple | list | dict):
+        return PARAMETERS_ALONE
+    kinds = equinox.Module, equinox.nn.State
+    parts = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds))
+    if any(isinstance(part, equinox.nn.State) for part in parts):
+        return "Pass the State of Equinox apart: TrainState.create(model, tx, extra=state)."
+    if any(isinstance(part, equinox.Module) for part in parts):
+        return "Make the models one: an equinox.Module with a field for each."
+    return PARAMETERS_ALONE
 
 
 def half_in(params: PyTree) -> str | None:

@@ -37,7 +37,7 @@ from gainstage.transforms.loss_scaled_state import (
     with_scale,
 )
 from gainstage.transforms.models import Model
-from gainstage.transforms.refusals import check_leaves
+from gainstage.transforms.refusals import check_leaves, refuse_others
 from gainstage.transforms.updates import selected, step_was_applied, updated
 from gainstage.transforms.value_and_grad import value_and_grad
 
@@ -127,13 +127,9 @@ class TrainState(Generic[Params]):
                 f"TrainState.create(params, tx); got {brief(params)} for params."
             )
         checks.transformation("tx", tx)
-        models.refuse_others(params)
+        refuse_others(params)
         trainable = models.trainable(params)
-        try:
-            check_leaves(trainable)
-        except TypeError:
-            models.explain_leaves(params)
-            raise
+        check_leaves(trainable)
         check_leaves(extra, "extra", "Bind what is no array to the loss: functools.partial.")
         extra = jax.tree.map(jnp.asarray, extra)
         given = {
