@@ -22,8 +22,7 @@ from gainstage._base._jax import Tracer
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 LARGEST_FLOAT16 = 65504.0
 
-
-Caller = TypeVar("Caller", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 5
@@ -48,10 +47,10 @@ def _without_numbers(leaf: Any) -> Any:
     return leaf
 
 
-def explained(advice: str) -> Callable[[Caller], Caller]:
+def explained(advice: str) -> Callable[[Function], Function]:
     """A decorator: a call with arguments that a function does not take says what to write."""
 
-    def wrap(fun: Caller) -> Caller:
+    def wrap(fun: Function) -> Function:
         signature = inspect.signature(fun)
 
         @functools.wraps(fun)
@@ -62,7 +61,7 @@ def explained(advice: str) -> Callable[[Caller], Caller]:
                 raise TypeError(f"{fun.__qualname__}: {error}. {advice}") from None
             return fun(*args, **kwargs)
 
-        return cast("Caller", call)
+        return cast("Function", call)
 
     return wrap
 

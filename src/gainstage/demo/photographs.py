@@ -75,7 +75,9 @@ def initial_weights(task: Task, seed: int) -> list[np.ndarray]:
 def denoise(weights: Weights, noisy: Array, shift: Array | None = None) -> jax.Array:
     """The images less the noise that the network finds; `shift` is added to its first features."""
     first, *blocks, last = weights
-    hidden = convolve(noisy, first) + (0 if shift is None else shift)
+    hidden = convolve(noisy, first)
+    if shift is not None:
+        hidden += shift
     for kernel, kernel1 in zip(blocks[::2], blocks[1::2], strict=True):
         hidden += convolve(jax.nn.relu(convolve(hidden, kernel)), kernel1)
     return noisy - convolve(hidden, last)
