@@ -54,7 +54,10 @@ def _advice_for(params: PyTree) -> str:
     if any(isinstance(part, equinox.nn.State) for part in parts):
         return "Pass the State of Equinox apart: TrainState.create(model, tx, extra=state)."
     if any(isinstance(part, equinox.Module) for part in parts):
-        return "Make the models one: an equinox.Module with a field for each."
+        return (
+            "Make the models one: an equinox.Module with a field for each. In a chain of your own, "
+            "pass equinox.filter(params, equinox.is_inexact_array) to tx.init."
+        )
     return PARAMETERS_ALONE
 
 
