@@ -273,52 +273,71 @@ def test_a_product_asks_of_a_constant_what_an_operation_on_elements_asks(loss, p
 
 
 def local(part):
-    return gs.transforms.locally_scaled(part, 2.0**15)
+    return jax.grad(gs.transforms.locally_scaled(part, 2.0**15))
 
 
-def weighted(params, x, size):
+def weighted(grad, params, x, size):
     """Two losses, the second with the ratio of their gradients as its weight."""
     hidden = jnp.tanh(x @ params["in"])
     parts = (
         lambda last: size * jnp.mean((hidden @ last - x[:, :4]) ** 2),
         lambda last: -size * jnp.mean(jnp.tanh(hidden @ last)),
     )
-    first, second = (jnp.linalg.norm(jax.grad(local(part))(params["out"])) for part in parts)
+    first, second = (jnp.linalg.norm(grad(part)(params["out"])) for part in parts)
     weight = jax.lax.stop_gradient(first / second)
     return (parts[0](params["out"]) + weight * parts[1](params["out"])) / size
 
 
-def adapted(params, x, size):
+def adapted(grad, params, x, size):
     """The inner step of MAML, through which the outer one differentiates."""
-    inner = local(lambda p: size * jnp.mean((predicted(p, x[:128]) - 1) ** 2))
-    grads = jax.grad(inner)(params)
-    params = jax.tree.map(lambda p, g: p - 0.1 * g / size, params, grads)
+    inner = grad(lambda p: size * jnp.mean((predicted(p, x[:128]) - 1) ** 2))
+    params = jax.tree.map(lambda p, g: p - 0.1 * g / size, params, inner(params))
     return jnp.mean((predicted(params, x[128:]) - 1) ** 2)
 
 
-def penalised(params, x, size):
+def penalised(grad, params, x, size):
     """A penalty on the gradient of each example."""
-    slope = jax.grad(local(lambda row: size * predicted(params, row).sum()))
+    slope = grad(lambda row: size * predicted(params, row).sum())
     return jnp.mean((jnp.linalg.norm(jax.vmap(slope)(x) / size, axis=-1) - 1) ** 2)
 
 
-def in_a_scan(params, x, size):
+def forced(grad, params, x, size):
+    """Forces as the derivative of an energy, with other parameters than those it is by."""
+    energy = grad(lambda x: size * jnp.sum(jnp.tanh(predicted(params, x)) ** 2))
+    return jnp.mean((energy(x) / size - jnp.sin(x)) ** 2)
+
+
+def regularised(grad, params, x, size):
+    """A parameter of the inner loss, which is learned through an inner step."""
+
+    def inner(last, weight):
+        error = jnp.mean((jnp.tanh(x @ params["in"]) @ last - x[:, :4]) ** 2)
+        return size * (error + jnp.mean(weight * last**2))
+
+    weight = jnp.exp(params["out"])
+    last = params["out"] - 0.5 * grad(lambda last: inner(last, weight))(params["out"]) / size
+    return jnp.mean((jnp.tanh(x @ params["in"]) @ last) ** 2)
+
+
+def in_a_scan(grad, params, x, size):
     """Descent on the input of an energy."""
-    energy = local(lambda row: size * jnp.mean(jnp.tanh(predicted(params, row)) ** 2))
-
-    def turn(row, _):
-        return row - 0.3 * jax.grad(energy)(row) / size, None
-
+    energy = grad(lambda row: size * jnp.mean(jnp.tanh(predicted(params, row)) ** 2))
+    turn = lambda row, _: (row - 0.3 * energy(row) / size, None)  # noqa: E731
     return jnp.mean(jax.lax.scan(turn, x, None, length=4)[0] ** 2 * (1 + x**2))
 
 
-INNER = [weighted, adapted, penalised, in_a_scan]
+INNER = [weighted, adapted, penalised, forced, regularised, in_a_scan]
 
 
 @pytest.mark.parametrize("fun", INNER, ids=lambda fun: fun.__name__)
 def test_a_gradient_inside_of_a_loss_has_a_scale_of_its_own(fun):
-    """With a local scale small inner gradients are those of float32, in second derivatives too."""
-    assert distance(*gradients(fun, WEIGHTS, X, jnp.float32(1e-6))) < 5e-3
+    """With a local scale, small inner gradients and what is differentiated through them are those
+    of `jax.grad` in float32."""
+    half = gs.autocast(lambda params, x, size: fun(local, params, x, size))
+    scaled = jax.jit(jax.grad(lambda *args: SCALE * half(*args)))
+    found = jax.tree.map(lambda g: g / SCALE, scaled(WEIGHTS, X, jnp.float32(1e-6)))
+    exact = jax.jit(jax.grad(lambda p: fun(jax.grad, p, X, jnp.float32(1))))(WEIGHTS)
+    assert distance(found, exact) < 5e-3
 
 
 def test_constants_of_a_backward_pass_are_arrays_of_jax():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import gainstage as gs
+from gainstage._programs import jaxprs
 from gainstage.optimizers import SGD
 from gainstage.transforms import locally_scaled
 
@@ -91,3 +92,87 @@ def test_a_local_scale_changes_no_result_and_no_other_gradient(rng):
         )
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def energy(w, x):
+    """A small network, of which all derivatives are of size one."""
+    return jnp.sum(jnp.tanh(x @ w["a"]) @ w["b"])
+
+
+def orders(grad):
+    """Derivatives of a function of two arguments, through its gradient: a name and a scalar."""
+
+    def size(tree):
+        return sum(jnp.sum(jnp.sin(leaf) ** 2) for leaf in jax.tree.leaves(tree))
+
+    by_x = lambda w, x: grad(energy, 1)(w, x)  # noqa: E731
+    captured = lambda w, x: grad(lambda x: energy(w, x), 0)(x)  # noqa: E731
+    by_row = lambda w, x: jax.vmap(captured, (None, 0))(w, x)  # noqa: E731
+    turn = lambda w: lambda row, _: (row - 0.1 * captured(w, row), None)  # noqa: E731
+    return {
+        "the same argument": lambda w, x: size(grad(energy, 0)(w, x)),
+        "another argument": lambda w, x: size(by_x(w, x)),
+        "a captured value": lambda w, x: size(captured(w, x)),
+        "in vmap": lambda w, x: size(by_row(w, x)),
+        "in a scan": lambda w, x: size(jax.lax.scan(turn(w), x, None, 3)[0]),
+        "in remat": lambda w, x: size(jax.checkpoint(by_x)(w, x)),
+        "in a scan of remat of vmap": lambda w, x: size(
+            jax.lax.scan(lambda c, _: (c - jax.checkpoint(by_row)(w, c), None), x, None, 2)[0]
+        ),
+        "compiled inside": lambda w, x: size(jax.jit(by_x)(w, x)),
+        "in a branch": lambda w, x: size(jax.lax.cond(x[0, 0] < 9, by_x, captured, w, x)),
+    }
+
+
+@pytest.mark.parametrize("name", orders(jax.grad))
+def test_derivatives_of_all_orders_are_those_without_a_local_scale(name, rng):
+    """Second and third derivatives, with regard to what the first was for and to all else, are
+    those of `jax.grad`, at each factor, compiled or not."""
+    x = jnp.asarray(rng.normal(size=(6, 3)), jnp.float32)
+    w = {"a": jnp.asarray(rng.normal(size=(3, 5)), jnp.float32), "b": jnp.ones(5)}
+    second = lambda fun: jax.grad(fun, (0, 1))  # noqa: E731
+
+    def third(fun):
+        of_gradient = lambda w, x: sum(  # noqa: E731
+            jnp.sum(jnp.cos(g)) for g in jax.tree.leaves(second(fun)(w, x))
+        )
+        return jax.grad(of_gradient, (0, 1))
+
+    exact = orders(jax.grad)[name]
+    for factor in (1.0, 2.0, 2.0**15):
+        scaled = orders(lambda f, n, by=factor: jax.grad(locally_scaled(f, by), n))[name]
+        for order in (second, third):
+            for compiled in (jax.jit, lambda fun: fun) if factor == 2 else (jax.jit,):
+                found = compiled(order(scaled))(w, x)
+                for a, b in zip(
+                    jax.tree.leaves(found), jax.tree.leaves(order(exact)(w, x)), strict=True
+                ):
+                    assert float(jnp.linalg.norm(a - b)) <= 5e-3 * float(jnp.linalg.norm(b))
+
+
+def test_forward_mode_over_a_gradient_is_right_and_by_itself_refused():
+    """A Hessian by forward over reverse mode is that without a local scale; `jax.jvp` of the
+    function is refused by JAX."""
+    fun = lambda x: jnp.sum(jnp.sin(x) * x[::-1] ** 2)  # noqa: E731
+    x = jnp.linspace(0.5, 1.0, 4)
+    found = jax.jacfwd(jax.grad(locally_scaled(fun, 2.0**15)))(x)
+    np.testing.assert_allclose(found, jax.hessian(fun)(x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(locally_scaled(fun, 2.0**15), (x,), (x,))
+
+
+def test_a_part_with_a_local_scale_is_in_half_precision_like_others():
+    """Autocast looks into it, so a layer costs what it costs without, and gets its gradients."""
+    layer = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
+    w, x = jnp.eye(64) * 0.3, jnp.ones((64, 64))
+
+    def program(part):
+        grad = jax.grad(gs.autocast(lambda w, x: jnp.mean(part(w, part(w, x)))), (0, 1))
+        every = list(jaxprs.equations(jax.make_jaxpr(grad)(w, x)))
+        products = [e.outvars[0].aval for e in every if e.primitive.name == "dot_general"]
+        return sum(product.dtype == jnp.float16 for product in products), grad(w, x)
+
+    (plain, exact), (count, found) = program(layer), program(locally_scaled(layer, 2.0**4))
+    assert count == plain == 6
+    for a, b in zip(found, exact, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-6)

@@ -28,7 +28,9 @@ from gainstage._base._jax import (
     is_differentiated,
     source_info_util,
 )
+from gainstage._programs.backward_at import is_backward_at, rebuilt_at
 from gainstage._programs.operations import Trait, names_with
+from gainstage._programs.scopes import KERNEL
 
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 V = TypeVar("V")  # what a program is run on, such as an array or its description
@@ -42,7 +44,6 @@ CALLS = names_with(Trait.CALL)
 CALLBACKS = names_with(Trait.CALLBACK)
 OPAQUE = names_with(Trait.OPAQUE)
 OF_DEVICES = names_with(Trait.DEVICES)
-KERNEL = "gainstage.in_half"  # the scope of a `cond` that holds a kernel in two precisions
 
 
 def interpret(
@@ -186,6 +187,8 @@ def changeable(eqn: JaxprEqn) -> list[tuple[AnyJaxpr, int | None]]:
     if name == "cond":
         branches = [] if is_kernel(eqn) else params["branches"]
         return [(branch, n) for n, branch in enumerate(branches)]
+    if is_backward_at(eqn):
+        return [(params["call_jaxpr"], None)]
     program = None if name.startswith("custom_") else called(eqn)
     return [] if program is None else [(program, None)]
 
@@ -254,6 +257,8 @@ def rebuilt(
             check_vma=params["check_vma"],
         )(*values)
     body = function_of(program, (), None)
+    if is_backward_at(eqn):
+        return list(rebuilt_at(eqn, body, values))
     if name in ("remat", "remat2", "checkpoint"):
         options = {key: params[key] for key in ("policy", "prevent_cse") if key in params}
         body = jax.checkpoint(body, **options)

@@ -16,8 +16,8 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from gainstage._base._jax import JaxprEqn, user_frames
-from gainstage._programs.jaxprs import KERNEL
 from gainstage._programs.operations import Trait, names_with
+from gainstage._programs.scopes import KERNEL
 
 LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
 Frames = tuple[tuple[str, int, int], ...]

@@ -17,6 +17,7 @@ from gainstage._programs.in_dtype import converted, in_dtype, is_float32
 from gainstage._programs.jaxprs import AnyJaxpr, Path
 from gainstage._programs.operations import PRODUCTS, Trait, names_with
 from gainstage._programs.patterns import moves, power_of
+from gainstage._programs.scopes import KEEP_FLOAT32, KEEPS
 from gainstage._variables.types import P, R
 from gainstage.precision.cards import ANY, H100, Card
 from gainstage.precision.float8_product import ProductSpec, multiply, to_operand
@@ -33,8 +34,6 @@ from gainstage.precision.wide_results import (
 )
 from gainstage.transforms.retrace import (
     IS_KEPT,
-    KEEP_SCOPE,
-    KEEPS,
     SINGLE,
     Kind,
     Retraced,
@@ -281,7 +280,7 @@ class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a stat
 
     def __enter__(self) -> None:
         scopes = contextlib.ExitStack()
-        scopes.enter_context(jax.named_scope(KEEP_SCOPE))  # of operations
+        scopes.enter_context(jax.named_scope(KEEP_FLOAT32))  # of operations
         scopes.enter_context(IS_KEPT(True))  # of calls
         self._entered = [*getattr(self, "_entered", []), scopes]  # it may be entered again inside
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gainstage._programs import in_dtype, jaxprs
+from gainstage._programs import in_dtype
+from gainstage._programs.scopes import KERNEL
 from gainstage._variables.types import P, R
 from gainstage.precision.plan import DTYPES
 from gainstage.transforms.retrace import CAST_TO, IS_KEPT, SINGLE, explain_float32
@@ -123,7 +124,7 @@ def _both(kernel: Callable[..., R], wide: Callable[..., R], arguments: Any) -> R
         return in_half_precision(*xs)  # a kernel that refuses float32, and nothing in its place
 
     # `cond` traces its first program first. With `jax.disable_jit` it would compute that at once.
-    with jax.named_scope(jaxprs.KERNEL), jax.disable_jit(False):
+    with jax.named_scope(KERNEL), jax.disable_jit(False):
         return jax.lax.cond(True, in_float32, in_half_precision, *operands)
 
 

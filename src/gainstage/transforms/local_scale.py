@@ -8,8 +8,8 @@ from jax.typing import ArrayLike
 
 from gainstage._base import checks
 from gainstage._base.arrays import partition
-from gainstage._scaling.gradients import float32_or_wider
-from gainstage._variables.types import P, PyTree, R, Scalar, Tree
+from gainstage._programs.backward_at import backward_at
+from gainstage._variables.types import P, PyTree, R, Scalar
 from gainstage.transforms import nnx_objects
 from gainstage.transforms.marks import marked
 
@@ -24,7 +24,9 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
     may underflow. A float32 parameter that `fun` casts loses nothing.
 
     A gradient inside of a loss, such as a penalty or the inner step of MAML, is scaled by nothing
-    else: `jax.grad(locally_scaled(part, 2.0**15))`.
+    else: `jax.grad(locally_scaled(part, 2.0**15))`. Its derivatives of all orders are those of
+    `fun`, with regard to all arguments and to what `fun` closes over. `jax.jvp` of it is refused,
+    as of each function with a `jax.custom_vjp`.
 
     Args:
         fun: a function of arrays, or of pytrees of them.
@@ -57,34 +59,24 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
         scale = checks.loss_scale("scale", scale)
 
     def scaled(*args: PyTree) -> R:
-        factor = jnp.asarray(scale, jnp.float32)
         # What `fun` closes over, such as a variable's value, is an argument like the others.
         arrays, static = partition(args)
 
         def of_arrays(*values: ArrayLike) -> tuple[R, PyTree]:
             own = nnx_objects.sharing_as(args, static.combine(values))
             before = nnx_objects.values_in(own)
-            return untyped(*own), nnx_objects.changes(own, before)
+            result = untyped(*own)
+            if not any(map(jnp.shape, jax.tree.leaves(result))):  # a loss, not a part of a network
+                result = jax.tree.map(_scales_itself, result)
+            return result, nnx_objects.changes(own, before)
 
         converted, closed_over = jax.closure_convert(of_arrays, *arrays)
-        result, changed = converted(*_times([*arrays, *closed_over], 1 / factor))
+        result, changed = backward_at(converted, scale)(*arrays, *closed_over)
         nnx_objects.change(args, changed)
-        if not any(map(jnp.shape, jax.tree.leaves(result))):  # a loss, and not a part of a network
-            result = jax.tree.map(_scales_itself, result)
-        return _times(result, factor)
+        return result
 
     result: Callable[..., R] = scaled  # it takes no keywords, which a `ParamSpec` cannot say
     return result
-
-
-def _times(tree: Tree, factor: jax.Array) -> Tree:
-    """The same arrays; their cotangents are multiplied by a factor."""
-
-    def one(x: ArrayLike) -> ArrayLike:
-        inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-        return _passed(jnp.asarray(x), factor) if inexact else x
-
-    return jax.tree.map(one, tree)
 
 
 @jax.custom_vjp
@@ -93,23 +85,3 @@ def _scales_itself(x: ArrayLike) -> ArrayLike:
 
 
 _scales_itself.defvjp(lambda x: (x, None), lambda _, g: (marked(g, "own"),))
-
-
-@jax.custom_vjp
-def _passed(x: jax.Array, factor: jax.Array) -> jax.Array:
-    return x
-
-
-def _forward(x: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return x, factor
-
-
-def _backward(factor: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    is_complex = jnp.iscomplexobj(gradient)
-    product = (
-        gradient if is_complex else gradient.astype(float32_or_wider(gradient.dtype))
-    ) * factor
-    return product.astype(gradient.dtype), jnp.zeros_like(factor)
-
-
-_passed.defvjp(_forward, _backward)

@@ -18,8 +18,9 @@ NOT_SCALED = (
     'silence this warning: warnings.filterwarnings("ignore", message="No loss was multiplied").'
 )
 # The files whose equations scale a loss by no state.
-_SCALE_THEMSELVES = tuple(
-    os.path.join("gainstage", "transforms", name) for name in ("self_scaled.py", "local_scale.py")
+_SCALE_THEMSELVES = (
+    os.path.join("gainstage", "transforms", "self_scaled.py"),
+    os.path.join("gainstage", "_programs", "backward_at.py"),
 )
 
 

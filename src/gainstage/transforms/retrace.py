@@ -19,15 +19,13 @@ from gainstage._base.warn import warn
 from gainstage._programs import in_dtype, jaxprs
 from gainstage._programs.in_dtype import converted
 from gainstage._programs.jaxprs import AnyJaxpr, Path
+from gainstage._programs.scopes import KEEPS
 from gainstage._variables.bridge import assign, read, recorded
 from gainstage._variables.types import P, PyTree, R
 from gainstage._variables.variable import is_tracing
 from gainstage.transforms import models, nnx_objects
 
 SINGLE = np.dtype(np.float32)
-KEEP_SCOPE = "keep_float32"  # the scope of operations that stay in float32
-# A whole name in a path of scopes, also inside of the names of transformations: "a/jvp(b)/c".
-KEEPS = re.compile(rf"(^|[/(]){KEEP_SCOPE}([/)]|$)")
 # Whether a call is made inside of `keep_float32`. Compiled functions are traced for each of both.
 IS_KEPT: Any = jax.make_user_context(False)
 # The half-precision dtype of the autocast around a call, "" without one. Compiled functions are

@@ -1,0 +1,8 @@
+"""The names of the scopes that the library puts around operations of a program."""
+
+import re
+
+KERNEL = "gainstage.in_half"  # of a `cond` that holds a kernel in two precisions
+KEEP_FLOAT32 = "keep_float32"  # of operations that stay in float32
+# A whole name in a path of scopes, also inside of the names of transformations: "a/jvp(b)/c".
+KEEPS = re.compile(rf"(^|[/(]){KEEP_FLOAT32}([/)]|$)")
