@@ -17,7 +17,7 @@ import numpy as np
 # `source_info_util`: the user's source line of an
 # equation, and a context that hands it on. `ad`, `batching`: whether a value is differentiated.
 from jax._src import core, dtypes, linear_util, source_info_util
-from jax._src.interpreters.ad import JVPTracer, LinearizeTracer
+from jax._src.interpreters.ad import JVPTrace, JVPTracer, LinearizeTrace, LinearizeTracer
 from jax._src.interpreters.batching import BatchTrace, BatchTracer
 
 # `ShapedArray`: the type of an array in a program. `Tracer`: whether a value belongs to one.
@@ -58,6 +58,7 @@ __all__ = [
     "batches_next",
     "computed_by",
     "dce_jaxpr",
+    "differentiations",
     "get_opaque_trace_state",
     "given_arrays",
     "holds_arrays",
@@ -128,6 +129,18 @@ def is_differentiated(tracer: Any) -> bool:
     while isinstance(tracer, BatchTracer):
         tracer = tracer.val
     return isinstance(tracer, (JVPTracer, LinearizeTracer))
+
+
+def differentiations() -> dict[int, Any]:
+    """The transformations that differentiate what is computed now, by their identities."""
+    trace, found = core.trace_ctx.trace, dict[int, Any]()
+    while trace is not None:
+        if isinstance(trace, (JVPTrace, LinearizeTrace)):
+            # Inside of a `jax.shard_map` the trace is another, and the tag the same. All tags are
+            # equal to each other.
+            found[id(trace.tag)] = trace.tag
+        trace = getattr(trace, "parent_trace", None)
+    return found
 
 
 def is_batched(x: Any) -> bool:

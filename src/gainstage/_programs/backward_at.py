@@ -1,19 +1,30 @@
-"""A call whose backward pass runs on multiples of its cotangents: one function for all orders."""
+"""A call whose backward pass runs on multiples of its cotangents: one function for all orders.
+
+Around a part of a network it is a loss scale of its own. Around a function with a derivative that
+a user has written, at one over the loss scale, it gives that derivative true cotangents: see
+`true_cotangents.py`.
+"""
 
 # Two identities around a function, of which one multiplies cotangents and the other divides them,
 # are right in first derivatives alone: what a second one sends back through the division is divided
 # and never multiplied. A call that is differentiated as a whole has no such place. Its backward
 # pass is written in operations that JAX differentiates, and multiplies and divides by the same.
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.dtypes import float0
 from jax.typing import ArrayLike
 
 from gainstage._base._jax import JaxprEqn
 from gainstage._programs.scopes import KEEP_FLOAT32
+
+OWN_DERIVATIVE = frozenset(("custom_vjp_call", "custom_vjp_call_jaxpr"))
 
 
 def backward_at(fun: Callable[..., Any], factor: ArrayLike) -> Callable[..., Any]:
@@ -32,40 +43,69 @@ def backward_at(fun: Callable[..., Any], factor: ArrayLike) -> Callable[..., Any
     def gainstage_backward_at(factor: jax.Array, *args: Any) -> Any:
         return fun(*args)
 
-    def forward(factor: jax.Array, *args: Any) -> tuple[Any, Any]:
-        result, pull = jax.vjp(fun, *args)
-        return result, (factor, pull)
+    def forward(factor: Any, *args: Any) -> tuple[Any, Any]:
+        primals, structure = jax.tree.flatten(args, is_leaf=_is_primal)
+        chosen = [i for i, x in enumerate(primals) if x.perturbed and is_inexact(x.value)]
+
+        def of_chosen(*variables: Any) -> Any:
+            values = [x.value for x in primals]
+            for i, x in zip(chosen, variables, strict=True):
+                values[i] = x
+            return fun(*jax.tree.unflatten(structure, values))
+
+        result, pull = jax.vjp(of_chosen, *(primals[i].value for i in chosen))
+        return result, (factor.value, pull, _Places(tuple(chosen), len(primals), structure))
 
     def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
-        factor, pull = kept
+        factor, pull, places = kept
+        cotangents = jax.tree.map(_with_zeros, cotangents, is_leaf=_is_symbolic)
         with jax.named_scope(KEEP_FLOAT32):  # half precision would not hold the quotients
             raised = _times(cotangents, factor)
         grads = pull(raised)
         with jax.named_scope(KEEP_FLOAT32):
-            return jnp.zeros_like(factor), *_times(grads, 1 / factor)
+            return None, *places.filled(_times(grads, 1 / factor))
 
     call = jax.custom_vjp(gainstage_backward_at)
-    call.defvjp(forward, backward)
+    call.defvjp(forward, backward, symbolic_zeros=True)
     return lambda *args: call(jnp.asarray(factor, jnp.float32), *args)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Places:
+    """Which of the arrays in a pytree are differentiated."""
+
+    chosen: tuple[int, ...]
+    count: int
+    structure: Any
+
+    def filled(self, grads: Sequence[Any]) -> Any:
+        """The pytree with these gradients, and None for the others."""
+        each = dict(zip(self.chosen, grads, strict=True))
+        return jax.tree.unflatten(self.structure, [each.get(i) for i in range(self.count)])
+
+
+def _is_primal(x: object) -> bool:
+    return isinstance(x, CustomVJPPrimal)
+
+
+def _is_symbolic(x: object) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+def _with_zeros(x: Any) -> Any:
+    """A cotangent as an array."""
+    if not _is_symbolic(x):
+        return x
+    return np.zeros(x.shape, float0) if x.dtype == float0 else jnp.zeros(x.shape, x.dtype)
 
 
 def is_backward_at(eqn: JaxprEqn) -> bool:
     """Whether an equation is such a call, not differentiated yet."""
-    if not eqn.primitive.name.startswith("custom_vjp_call"):
+    if eqn.primitive.name not in OWN_DERIVATIVE:
         return False
-    about = getattr(_open(eqn.params["call_jaxpr"]), "debug_info", None)
+    about = getattr(open_program(eqn.params["call_jaxpr"]), "debug_info", None)
     return str(getattr(about, "func_src_info", "")).startswith("gainstage_backward_at ")
-
-
-def rebuilt_at(eqn: JaxprEqn, fun: Callable[..., Any], values: Sequence[Any]) -> Any:
-    """Makes such a call again, of another function of the same operands.
-
-    Args:
-        eqn: the call.
-        fun: a function of all of its operands.
-        values: the operands, pytrees with one array each.
-    """
-    return backward_at(fun, factor_of(eqn, values))(*values)
 
 
 def factor_of(eqn: JaxprEqn, values: Sequence[Any]) -> jax.Array:
@@ -74,7 +114,13 @@ def factor_of(eqn: JaxprEqn, values: Sequence[Any]) -> jax.Array:
     return factor
 
 
-def _open(program: Any) -> Any:
+def is_inexact(x: Any) -> bool:
+    """Whether an array has a derivative."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def open_program(program: Any) -> Any:
+    """A program without its constants."""
     return getattr(program, "jaxpr", program)
 
 
@@ -82,7 +128,7 @@ def _times(tree: Any, factor: jax.Array) -> Any:
     """The products of arrays and a factor, computed in float32 or wider, in their own dtypes."""
 
     def one(x: Any) -> Any:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):  # float0, of integers
+        if not is_inexact(x):  # float0, of integers
             return x
         wide = jnp.promote_types(x.dtype, jnp.float32)
         return (x.astype(wide) * factor.astype(wide)).astype(x.dtype)

@@ -28,9 +28,14 @@ from gainstage._base._jax import (
     is_differentiated,
     source_info_util,
 )
-from gainstage._programs.backward_at import is_backward_at, rebuilt_at
+from gainstage._programs.backward_at import backward_at, factor_of, is_backward_at
 from gainstage._programs.operations import Trait, names_with
 from gainstage._programs.scopes import KERNEL
+from gainstage._programs.true_cotangents import (
+    cotangents_times,
+    scale_of_cotangents,
+    with_true_cotangents,
+)
 
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 V = TypeVar("V")  # what a program is run on, such as an array or its description
@@ -97,10 +102,16 @@ def bind(
     own = dict(eqn.params if params is None else params)
     if "bwd" in own:  # of a `jax.custom_vjp`
         own["bwd"] = given_arrays(own["bwd"])
-    chosen = eqn.primitive.get_bind_params(own)
+    scale = scale_of_cotangents() if "bwd" in own else None
+
+    def bound(*values: ArrayLike) -> list[jax.Array]:
+        found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(own))
+        return list(found) if eqn.primitive.multiple_results else [found]
+
     with inside(eqn), eqn.ctx.manager:
-        found = eqn.primitive.bind(*values, **chosen)
-    return list(found) if eqn.primitive.multiple_results else [found]
+        if scale is None:
+            return bound(*values)
+        return with_true_cotangents(bound, values, scale, own["num_consts"])
 
 
 def bind_shared(
@@ -258,7 +269,14 @@ def rebuilt(
         )(*values)
     body = function_of(program, (), None)
     if is_backward_at(eqn):
-        return list(rebuilt_at(eqn, body, values))
+        scale, factor = scale_of_cotangents(), factor_of(eqn, values)
+        whole = () if scale is None else (scale * factor,)
+
+        def inner(whole: Sequence[jax.Array], *values: V) -> list[V]:
+            with cotangents_times(*whole or [None]):
+                return body(*values)
+
+        return list(backward_at(inner, factor)(whole, *values))
     if name in ("remat", "remat2", "checkpoint"):
         options = {key: params[key] for key in ("policy", "prevent_cse") if key in params}
         body = jax.checkpoint(body, **options)

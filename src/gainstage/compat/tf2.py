@@ -206,8 +206,6 @@ class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
     def get_scaled_loss(self, loss: Scalar | Callable[[], Scalar]) -> Any:
         """Returns the loss times the scale, in float32 or wider; for a callable, a callable."""
         self._forgotten.discard("get_scaled_loss")
-        if callable(loss):
-            return lambda: self.scale_loss(loss())
         return self.scale_loss(loss)
 
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gainstage._programs.true_cotangents import called_at
 from gainstage._variables.types import PyTree
 from gainstage.interop.keras_attention import use_fused_attention
 from gainstage.interop.keras_backend import PACKAGE, keras
@@ -146,6 +147,18 @@ class Autocast:
         own.compile(*args, **kwargs)
         if kwargs.get("auto_scale_loss", True):
             self._scale_losses()
+
+    def compute_loss_and_updates(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the scaled loss of a step of `fit`, and what it changes. Backward passes that a
+        layer has of its own get true cotangents."""
+        own: Any = super()
+        optimizer: Any = getattr(self, "optimizer", None)
+        values = kwargs.get("optimizer_variables")
+        if not (optimizer and values and kwargs.get("training")):
+            return own.compute_loss_and_updates(*args, **kwargs)
+        with keras.StatelessScope(list(zip(optimizer.variables, values, strict=True))):
+            scale = optimizer.scale_loss(jnp.float32(1))
+        return called_at(own.compute_loss_and_updates, lambda: scale)(*args, **kwargs)
 
     def train_step(self, state: PyTree, data: PyTree) -> tuple[PyTree, PyTree]:
         """Takes a step of `fit`; one that the optimizer skips keeps all state of the model."""

@@ -8,13 +8,12 @@ import jax
 from gainstage._base import checks
 from gainstage._base.configurable import deserialize, serialize
 from gainstage._base.warn import warn
-from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import all_finite
 from gainstage._scaling.retry_loop import NO_RETRY
 from gainstage._scaling.scaled_step import ScaledStep
 from gainstage._scaling.step_telemetry import Observed, at_first, check_telemetry
 from gainstage._variables.sharding import replicate
-from gainstage._variables.types import Aux, PyTree, Rate, Scalar
+from gainstage._variables.types import Aux, P, PyTree, Rate, Scalar
 from gainstage._variables.variable import Variable, is_inside
 from gainstage.optimizers._step import saving
 from gainstage.optimizers._step.differentiate import Differentiated, VarList
@@ -192,9 +191,15 @@ class LossScaleOptimizer(Optimizer):
         self._was_read = True
         self._has_scaled |= is_inside() or not self.dynamic
 
-    def scale_loss(self, loss: Scalar) -> jax.Array:
+    @overload
+    def scale_loss(self, loss: Scalar) -> jax.Array: ...
+
+    @overload
+    def scale_loss(self, loss: Callable[P, Any]) -> Callable[P, jax.Array]: ...
+
+    def scale_loss(self, loss: Any) -> Any:
         self._has_scaled = True
-        return gradients.scaled(loss, self._loss_scale())
+        return super().scale_loss(loss)
 
     @property
     def dynamic(self) -> bool:

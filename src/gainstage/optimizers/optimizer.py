@@ -13,13 +13,14 @@ from gainstage._base import checks
 from gainstage._base.arrays import Devices, with_devices
 from gainstage._base.checks import brief
 from gainstage._base.configurable import Configurable, deserialize
+from gainstage._programs.true_cotangents import called_at
 from gainstage._scaling import gradients
 from gainstage._scaling.gradients import Gradients
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.arguments import pairs_in, variables_in
 from gainstage._variables.bridge import assign, bound, functionalize, read, write
 from gainstage._variables.sharding import replicate
-from gainstage._variables.types import Aux, Flag, Grads, Loss, PyTree, Rate, Scalar, Values
+from gainstage._variables.types import Aux, Flag, Grads, Loss, P, PyTree, Rate, Scalar, Values
 from gainstage._variables.variable import Variable, is_inside, is_tracing
 from gainstage.optimizers._step import options as all_options
 from gainstage.optimizers._step.differentiate import Differentiated, VarList, differentiate
@@ -411,8 +412,22 @@ class Optimizer(Configurable, Arguments, Saved):
 
     # ── its verbs ────────────────────────────────────────────────────────────────────────────
 
-    def scale_loss(self, loss: Loss) -> Loss | jax.Array:
-        """Returns the loss times the loss scale, in float32 or wider; float16 could overflow."""
+    @overload
+    def scale_loss(self, loss: Loss) -> Loss | jax.Array: ...
+
+    @overload
+    def scale_loss(self, loss: Callable[P, Any]) -> Callable[P, Any]: ...
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Returns the loss times the loss scale, in float32 or wider; float16 could overflow.
+
+        For a function that returns a loss, it returns a function. Give it a function of
+        `gainstage.autocast` in which there is a `jax.custom_vjp` that is not linear, such as one
+        that clips: its backward pass then gets true cotangents. A number was computed already.
+        """
+        if callable(loss):
+            called = called_at(loss, self._loss_scale)
+            return lambda *args, **kwargs: self.scale_loss(called(*args, **kwargs))
         scale = self._loss_scale()
         return loss if scale is None else gradients.scaled(loss, scale)
 
@@ -500,6 +515,9 @@ class Optimizer(Configurable, Arguments, Saved):
         return self._differentiate(loss, var_list).pairs
 
     def _differentiate(self, loss: Any, var_list: VarList, **how: Any) -> Differentiated:
+        if callable(loss):
+            scale = self._loss_scale()
+            loss = called_at(loss, lambda: scale)
         return differentiate(loss, var_list, self.scale_loss, sums=self._sums_losses, **how)
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> Variable:

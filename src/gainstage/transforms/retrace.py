@@ -20,6 +20,7 @@ from gainstage._programs import in_dtype, jaxprs
 from gainstage._programs.in_dtype import converted
 from gainstage._programs.jaxprs import AnyJaxpr, Path
 from gainstage._programs.scopes import KEEPS
+from gainstage._programs.true_cotangents import cotangents_times, given_scale, of_no_loss
 from gainstage._variables.bridge import assign, read, recorded
 from gainstage._variables.types import P, PyTree, R
 from gainstage._variables.variable import is_tracing
@@ -100,13 +101,14 @@ def replayed(
     """
 
     def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
-        if IS_KEPT.value:
-            return jaxprs.interpret(program, arrays, lambda eqn, xs, _: jaxprs.bind_shared(eqn, xs))
-        check(program)
-        pairs = zip(arrays, _kinds(arguments), strict=True)
         types = [variable.aval for variable in program.outvars]
-        evaluate = function_of(compute, constant, program, types)
-        found = evaluate(*(Retraced(x, kind) for x, kind in pairs))
+        with cotangents_times(given_scale()):
+            if IS_KEPT.value:
+                return in_float32(program, types)(*arrays)
+            check(program)
+            pairs = zip(arrays, _kinds(arguments), strict=True)
+            evaluate = function_of(compute, constant, program, types)
+            found = evaluate(*(Retraced(x, kind) for x, kind in pairs))
         done(program)
         return [value.x for value in found]
 
@@ -151,7 +153,7 @@ def traced(
         def pure(arrays: Sequence[ArrayLike]) -> tuple[R, PyTree, PyTree]:
             args, kwargs = nnx_objects.sharing_as(original, static.combine(arrays))
             before = nnx_objects.values_in((args, kwargs))
-            with recorded(runs_now) as assigned, _context(half):
+            with recorded(runs_now) as assigned, _context(half), of_no_loss():
                 result = untyped(*args, **kwargs)
                 variables[:] = assigned
                 return result, read(assigned), nnx_objects.changes((args, kwargs), before)
@@ -212,6 +214,12 @@ def function_of(
         return [*map(settled, found, types), *found[len(types) :]]
 
     return evaluate
+
+
+def in_float32(program: AnyJaxpr, types: Sequence[AbstractValue]) -> Callable[..., list[jax.Array]]:
+    """The function of a program, on arrays, as it is written."""
+    evaluate = function_of(lambda eqn, xs, _: as_written(eqn, xs), Retraced, program, types)
+    return lambda *arrays: [value.x for value in evaluate(*map(Retraced, arrays))]
 
 
 def explain_float32(error: Exception) -> None:

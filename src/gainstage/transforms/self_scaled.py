@@ -14,6 +14,7 @@ from gainstage._base._jax import ClosedJaxpr, is_differentiated
 from gainstage._base.checks import SMALLEST, brief
 from gainstage._base.warn import warn
 from gainstage._programs import jaxprs
+from gainstage._programs.true_cotangents import loss_times
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import all_finite
 from gainstage._scaling.retry_loop import BACKOFF, Attempt, try_again
@@ -76,10 +77,11 @@ def self_scaled(
     retries = checks.integer("retries", retries, low=0)
     warned = False
 
-    def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
+    def run(program: ClosedJaxpr, inputs: Sequence[Any], arguments: PyTree) -> list[Any]:
         nonlocal warned
+        arrays = inputs[1:]  # the scale is the first
         if IS_KEPT.value:  # all of it is in float32, which needs no scale
-            return jaxprs.interpret(program, arrays, lambda eqn, xs, _: jaxprs.bind_shared(eqn, xs))
+            return jaxprs.interpret(program, inputs, lambda eqn, xs, _: jaxprs.bind_shared(eqn, xs))
         halves = [x for x in arrays if is_differentiated(x) and x.dtype == jnp.float16]
         if halves and not warned:
             warned = True
@@ -95,9 +97,20 @@ def self_scaled(
             )
         return _with_own_scale(program, arrays, scale, retries)
 
-    scaled: Any = traced(loss_fn, run, _varying)
-    scaled.is_self_scaled = True  # read by `autocast` and `value_and_grad`, which refuse it
-    return scaled
+    @functools.wraps(loss_fn)
+    def of_scale(scale: jax.Array, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with loss_times(scale):
+            return loss_fn(*args, **kwargs)
+
+    program_of = traced(of_scale, run, _varying)
+
+    @functools.wraps(loss_fn)
+    def scaled(*args: P.args, **kwargs: P.kwargs) -> R:
+        return program_of(jnp.float32(scale), *args, **kwargs)
+
+    result: Any = scaled
+    result.is_self_scaled = True  # read by `autocast` and `value_and_grad`, which refuse it
+    return result
 
 
 def _with_own_scale(
@@ -106,20 +119,19 @@ def _with_own_scale(
     """The results of a program, the first of which is a loss, differentiated as in `self_scaled`.
 
     Args:
-        program: a jaxpr.
-        arrays: its arguments.
+        program: a jaxpr, of the scale and of other arguments.
+        arrays: the others.
         scale, retries: as for `self_scaled`.
     """
     closed_over = len(program.consts)  # what it closes over may be differentiated too
-    avals: list[Any] = [v.aval for v in (*program.jaxpr.constvars, *program.jaxpr.invars)]
+    avals: list[Any] = [v.aval for v in (*program.jaxpr.constvars, *program.jaxpr.invars[1:])]
 
-    def results_of(*values: Any) -> list[Any]:
+    def results_at(scale: jax.Array, values: Sequence[Any]) -> list[Any]:
         bound = ClosedJaxpr(program.jaxpr, list(values[:closed_over]))
-        return jaxprs.interpret(
-            bound, values[closed_over:], lambda eqn, xs, _: jaxprs.bind_shared(eqn, xs)
-        )
+        inputs = _varying(scale), *values[closed_over:]
+        return jaxprs.interpret(bound, inputs, lambda eqn, xs, _: jaxprs.bind_shared(eqn, xs))
 
-    own = jax.custom_vjp(results_of)
+    own = jax.custom_vjp(lambda *values: results_at(jnp.float32(scale), values))
 
     def forward(*primals: Any) -> tuple[list[Any], list[Any]]:
         values = [primal.value for primal in primals]
@@ -135,7 +147,7 @@ def _with_own_scale(
                 whole = list(values)
                 for i, x in zip(chosen, variables, strict=True):
                     whole[i] = x
-                results = results_of(*whole)
+                results = results_at(scale, whole)
                 return gradients.scaled(results[0], scale), results
 
             differentiate = jax.value_and_grad(scaled, has_aux=True)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._base.checks import brief
+from gainstage._programs.true_cotangents import called_at, loss_times
 from gainstage._scaling import gradients
 from gainstage._variables.sharding import summed_over
 from gainstage._variables.types import Aux, OptState, P, PyTree, Scalar, Using
@@ -123,7 +124,8 @@ def scaled_value_and_grad(
     @functools.wraps(fun, updated=())  # NNX finds the names of keyword arguments in the signature
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         try:
-            result: Any = fun(*args, **kwargs)
+            with loss_times(scale):
+                result: Any = fun(*args, **kwargs)
         except Exception as error:
             nnx_objects.explain(error)
             raise
@@ -176,14 +178,24 @@ def current_scale(opt_state: OptState) -> jax.Array:
     return loss_scaled_state(opt_state).rule_state.scale
 
 
-def scale_loss(loss: Scalar, opt_state: OptState) -> jax.Array:
+@overload
+def scale_loss(loss: Scalar, opt_state: OptState) -> jax.Array: ...
+
+
+@overload
+def scale_loss(loss: Callable[P, Scalar], opt_state: OptState) -> Callable[P, jax.Array]: ...
+
+
+def scale_loss(loss: Any, opt_state: OptState) -> Any:
     """Returns the loss times the scale, in float32 or wider, for your own backward pass.
 
     Divide the gradients by `current_scale(opt_state)` in float32 before `update`, which takes true
     gradients; `value_and_grad` does both.
 
     Args:
-        loss: the loss, of any floating dtype.
+        loss: the loss, of any floating dtype, or a function that returns it: then a function is
+            returned. Under `gainstage.autocast`, a `jax.custom_vjp` in such a function gets true
+            cotangents; in a number that was computed already, it gets them times the scale.
         opt_state: as for `value_and_grad`.
 
     Raises:
@@ -192,4 +204,8 @@ def scale_loss(loss: Scalar, opt_state: OptState) -> jax.Array:
             can hide an overflow.
     """
     scale = state_to_scale_by(opt_state, in_any_place=True).rule_state.scale
-    return gradients.scaled(loss, marked(scale, "scale"))
+    factor = marked(scale, "scale")
+    if callable(loss):
+        called = called_at(loss, lambda: factor)
+        return lambda *args, **kwargs: gradients.scaled(called(*args, **kwargs), factor)
+    return gradients.scaled(loss, factor)

@@ -1,0 +1,172 @@
+"""Backward passes that users have written, on true cotangents though a loss is scaled.
+
+Such a pass may clip its cotangents, take their sign, or iterate until they are small enough. On
+cotangents times a loss scale it would be another function. So where `autocast` runs a program again
+in a loss that is multiplied by a known scale, it divides the cotangents of such a pass by that, and
+multiplies what the pass returns.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.dtypes import float0
+
+from gainstage._base._jax import JaxprEqn, Tracer, differentiations
+from gainstage._programs.backward_at import backward_at, is_inexact, open_program
+
+
+class _Scale(NamedTuple):
+    """What the cotangents of all that is computed are multiplied by."""
+
+    value: jax.Array
+    is_eager: bool  # whether it was given outside of a compiled function
+    by: dict[int, Any]  # what differentiates the loss
+
+
+_GIVEN: ContextVar[_Scale | None] = ContextVar("the scale of a loss", default=None)
+_USED: ContextVar[jax.Array | None] = ContextVar("the scale in a program", default=None)
+# Functions that are compiled inside are traced for each scale: they close over it.
+_TRACED_FOR: Any = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def loss_times(scale: jax.Array) -> Iterator[None]:
+    """Says to functions under `autocast` that are called inside of this context by which scale
+    the loss is multiplied that is computed there."""
+    is_eager = not _is_tracing()
+    token = _GIVEN.set(_Scale(scale, is_eager, differentiations()))
+    try:
+        with contextlib.nullcontext() if is_eager else _TRACED_FOR(object()):
+            yield
+    finally:
+        _GIVEN.reset(token)
+
+
+def called_at(
+    loss: Callable[..., Any], scale: Callable[[], jax.Array | None]
+) -> Callable[..., Any]:
+    """A loss that is called in the context of the scale by which it is multiplied, if there is
+    one."""
+
+    @functools.wraps(loss, updated=())
+    def called(*args: Any, **kwargs: Any) -> Any:
+        own = scale()
+        with contextlib.nullcontext() if own is None else loss_times(own):
+            return loss(*args, **kwargs)
+
+    return called
+
+
+@contextlib.contextmanager
+def of_no_loss() -> Iterator[None]:
+    """Inside of this context nothing is known of a scale."""
+    tokens = _GIVEN.set(None), _USED.set(None)
+    try:
+        with _TRACED_FOR(None) if _TRACED_FOR.value else contextlib.nullcontext():
+            yield
+    finally:
+        _GIVEN.reset(tokens[0])
+        _USED.reset(tokens[1])
+
+
+def given_scale() -> jax.Array | None:
+    """The scale that `loss_times` has given, where it is one of the cotangents here; else None."""
+    found = _GIVEN.get()
+    if (
+        found is None or differentiations().keys() - found.by.keys()
+    ):  # a gradient inside, which has no scale
+        return None
+    # A function that is compiled inside would keep a number of today.
+    return None if found.is_eager and _is_tracing() else found.value
+
+
+@contextlib.contextmanager
+def cotangents_times(scale: jax.Array | None) -> Iterator[None]:
+    """Programs that are run again inside of this context get cotangents times a scale, of which
+    derivatives that users have written are spared."""
+    token = _USED.set(scale)
+    try:
+        yield
+    finally:
+        _USED.reset(token)
+
+
+def scale_of_cotangents() -> jax.Array | None:
+    """The scale of the context around, or None."""
+    return _USED.get()
+
+
+def with_true_cotangents(
+    call: Callable[..., list[Any]], values: Sequence[Any], scale: jax.Array, closed_over: int = 0
+) -> list[Any]:
+    """The results of a call with a derivative of its own, which gets cotangents divided by the
+    scale, and whose results are multiplied by it.
+
+    A derivative that is computed in float16 keeps the scale, which it needs.
+
+    Args:
+        call: the function of all operands.
+        values: its operands.
+        scale: that of the cotangents.
+        closed_over: how many of the first operands are no arguments of the user's function.
+    """
+    if _is_in_float16(call, values, closed_over):
+        return call(*values)
+    constants, arguments = values[:closed_over], values[closed_over:]
+
+    def of_arguments(constants: Sequence[Any], *arguments: Any) -> list[Any]:
+        return call(*map(_refusing, constants), *arguments)
+
+    return list(backward_at(of_arguments, 1 / scale)(list(constants), *arguments))
+
+
+@jax.custom_jvp
+def _refusing(x: jax.Array) -> jax.Array:
+    """A value that a function with its own derivative closes over, which JAX cannot
+    differentiate."""
+    return x
+
+
+@_refusing.defjvp
+def _refused(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "A function with a jax.custom_vjp closes over a value that is differentiated. Pass the "
+        "value as an argument, and return its derivative."
+    )
+
+
+def _is_in_float16(call: Callable[..., list[Any]], values: Sequence[Any], closed_over: int) -> bool:
+    """Whether a call, or its derivative, computes in a dtype of a smaller range than bfloat16."""
+
+    def both(*values: Any) -> Any:
+        constants, arguments = values[:closed_over], values[closed_over:]
+        results, pull = jax.vjp(lambda *arguments: call(*constants, *arguments), *arguments)
+        return pull([x if is_inexact(x) else np.zeros(x.shape, float0) for x in results])
+
+    def is_small(aval: Any) -> bool:
+        dtype = getattr(aval, "dtype", None)
+        is_floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+        return is_floating and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.bfloat16).maxexp
+
+    def has_small(program: Any) -> bool:
+        program = open_program(program)
+        avals = (v.aval for eqn in program.eqns for v in (*eqn.invars, *eqn.outvars))
+        inner = (p for eqn in program.eqns for p in _programs_in(eqn))
+        return any(map(is_small, avals)) or any(map(has_small, inner))
+
+    return has_small(jax.make_jaxpr(both)(*values))
+
+
+def _programs_in(eqn: JaxprEqn) -> list[Any]:
+    each = [p if isinstance(p, (tuple, list)) else (p,) for p in eqn.params.values()]
+    return [p for ps in each for p in ps if hasattr(p, "eqns")]
+
+
+def _is_tracing() -> bool:
+    return isinstance(jnp.zeros(()), Tracer)
