@@ -249,6 +249,12 @@ def with_plans(function: Function, row: Row) -> Row:
     return row | {"planned": True}
 
 
+def renewed(row: Row, own: Row) -> Row:
+    """A row with new results by default rules, and those of plans and of torch as they were."""
+    cases = {factor: row["cases"][factor] | case for factor, case in own["cases"].items()}
+    return row | own | {"cases": cases}
+
+
 def planned(loss: Callable[..., Any], params: Any, data: Any) -> list[np.ndarray] | None:
     """The gradients with a plan of these numbers."""
     plan = tune(loss, params, [(data,)], max_error=0.005, progress=False)
@@ -297,6 +303,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="every tenth function")
     parser.add_argument("--no-plans", action="store_true", help="default rules alone")
+    parser.add_argument(
+        "--again", action="store_true", help="default rules again, in results that are there"
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="some functions, by name")
     output = RESULTS / "autocast" / "any_function.json"
     parser.add_argument("--output", type=file_to_write, default=output)
@@ -318,6 +327,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in () if options.report else track(names, "default rules"):
         if name not in functions:
             add(name, examined(every[name], space))
+        elif options.again:
+            add(name, renewed(functions[name], examined(every[name])))
     for name in () if options.report or options.no_plans else track(names, "plans"):
         if "planned" not in functions[name]:
             add(name, with_plans(every[name], functions[name]))

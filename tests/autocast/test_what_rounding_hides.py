@@ -35,9 +35,13 @@ def gradients(fun, *args, dtype="float16"):
     return jax.tree.map(lambda g: g / SCALE, scaled(*args)), jax.jit(jax.grad(fun))(*args)
 
 
-X = normal(0, 256, 8)
-WEIGHTS = {"in": normal(1, 8, 64) / 3, "out": normal(2, 64, 4) / 8}
-HIDDEN = {"scale": jnp.full(4, 0.3), "offset": jnp.full(4, 288.0), "table": normal(3, 16, 4) + 500}
+X = normal(0, 256, 16)
+WEIGHTS = {"in": normal(1, 16, 64) / 4, "out": normal(2, 64, 16) / 8}
+HIDDEN = {
+    "scale": jnp.full(16, 0.3),
+    "offset": jnp.full(16, 288.0),
+    "table": normal(3, 16, 16) + 500,
+}
 
 
 def predicted(params, x):
@@ -183,7 +187,7 @@ IDS = jax.random.randint(jax.random.key(5), (70000,), 0, 5)
 
 
 def confusion(params, x):
-    wanted, own = (jnp.tile(jax.nn.one_hot(i, 4), (300, 1)) for i in (IDS[:256] % 4, x.argmax(-1)))
+    wanted, own = (jnp.tile(jax.nn.one_hot(i, 16), (300, 1)) for i in (IDS[:256], x.argmax(-1)))
     return wanted.T @ own
 
 
@@ -233,8 +237,8 @@ def symexp(x):
 
 
 BINS = symexp(jnp.linspace(-20.0, 20.0, 255))
-SMALL = 1e-9 * normal(6, 8, 4)
-CRITIC = {"in": normal(1, 8, 64) / 3, "out": normal(7, 64, 255)}
+SMALL = 1e-9 * normal(6, 16, 16)
+CRITIC = {"in": normal(1, 16, 64) / 4, "out": normal(7, 64, 255)}
 
 
 def value(params, x, bins):
@@ -254,10 +258,10 @@ CONSTANTS = {
         ),
         CRITIC,
     ),
-    "small units": (lambda p, x: jnp.mean(((x @ SMALL) @ p * 1e9 - 1) ** 2), normal(8, 4, 1)),
+    "small units": (lambda p, x: jnp.mean(((x @ SMALL) @ p * 1e9 - 1) ** 2), normal(8, 16, 16)),
     "small units by a factor": (
         lambda p, x: jnp.mean(((x * 1e-9) @ p * 1e9 - 1) ** 2),
-        normal(8, 8, 1),
+        normal(8, 16, 16),
     ),
 }
 
@@ -280,7 +284,7 @@ def weighted(grad, params, x, size):
     """Two losses, the second with the ratio of their gradients as its weight."""
     hidden = jnp.tanh(x @ params["in"])
     parts = (
-        lambda last: size * jnp.mean((hidden @ last - x[:, :4]) ** 2),
+        lambda last: size * jnp.mean((hidden @ last - x) ** 2),
         lambda last: -size * jnp.mean(jnp.tanh(hidden @ last)),
     )
     first, second = (jnp.linalg.norm(grad(part)(params["out"])) for part in parts)
@@ -311,7 +315,7 @@ def regularised(grad, params, x, size):
     """A parameter of the inner loss, which is learned through an inner step."""
 
     def inner(last, weight):
-        error = jnp.mean((jnp.tanh(x @ params["in"]) @ last - x[:, :4]) ** 2)
+        error = jnp.mean((jnp.tanh(x @ params["in"]) @ last - x) ** 2)
         return size * (error + jnp.mean(weight * last**2))
 
     weight = jnp.exp(params["out"])
@@ -321,7 +325,7 @@ def regularised(grad, params, x, size):
 
 def in_a_scan(grad, params, x, size):
     """Descent on the input of an energy."""
-    energy = grad(lambda row: size * jnp.mean(jnp.tanh(predicted(params, row)) ** 2))
+    energy = grad(lambda row: size * jnp.mean(jnp.tanh(predicted(params, row)[:, :4]) ** 2))
     turn = lambda row, _: (row - 0.3 * energy(row) / size, None)  # noqa: E731
     return jnp.mean(jax.lax.scan(turn, x, None, length=4)[0] ** 2 * (1 + x**2))
 
@@ -357,7 +361,7 @@ def test_constants_of_a_backward_pass_are_arrays_of_jax():
     def loss(w, x):
         return jnp.mean(doubled(x @ w) ** 2)
 
-    w, x = normal(9, 8, 4), X
+    w, x = normal(9, 16, 16), X
     exact = jax.grad(loss)(w, x)
     for found in (jax.grad(gs.autocast(loss))(w, x), jax.jit(jax.grad(gs.autocast(loss)))(w, x)):
         assert distance(found, exact) < 2e-3

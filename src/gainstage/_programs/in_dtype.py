@@ -115,3 +115,10 @@ def in_dtype(
 
 def _is_algorithm(precision: object) -> bool:
     return "Algorithm" in type(precision).__name__
+
+
+def in_range(dtype: np.dtype, x: ArrayLike) -> bool:
+    """Whether a dtype holds the sizes of all finite numbers of an array, but for 0."""
+    sizes, limits = np.abs(np.asarray(x, np.float64)), jnp.finfo(dtype)
+    held = (sizes == 0) | (sizes >= float(limits.tiny)) & (sizes <= float(limits.max))
+    return bool((held | ~np.isfinite(sizes)).all())

@@ -3,6 +3,7 @@
 What an operation is by itself is in `operations.py`.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,9 +19,11 @@ from gainstage._programs.operations import CHOICES, MOVES, PRODUCTS, VIEWS, WHOL
 Producers = Mapping[Var, JaxprEqn]  # the operation that has made each value
 FEW = 4  # terms of a sum of products, which cost little in float32
 CHEAP = 2**20  # multiplications in a product that takes no time, however exact it is
+# Matrix units work on tiles of 16 x 8 x 16 numbers (an H100) or 8 x 8 x 4 (a T4).
+NARROW = 8  # a side of a product up to which a tile is not filled
+SMALL = 32  # two sides up to which a product is a few tiles, and takes no time in any precision
 AMPLIFIES = 32.0  # the factor from which a difference is one of near numbers
 STEP = 1 / 33  # the factor up to which what is added to another value is a small step
-PART = 1 / 4  # the factor up to which what is added to a constant is a small part
 MOST_SUMS = 64  # within a sum, that are looked into
 SMALL_CONSTANT = 2**16  # elements of a constant that is computed to look at it
 
@@ -134,6 +137,28 @@ def terms_of(eqn: JaxprEqn) -> float:
     return float(np.prod([shape[axis] for axis in axes]))
 
 
+def sides(eqn: JaxprEqn) -> tuple[int, int, int] | None:
+    """The sizes of a `dot_general`, without its batch: rows, terms of a sum, and columns; None for
+    another product."""
+    if eqn.primitive.name != "dot_general":
+        return None
+    (summed, also_summed), (batch, also_batch) = eqn.params["dimension_numbers"]
+    left, right = (jaxprs.array(v).shape for v in eqn.invars)
+    rows = math.prod(n for i, n in enumerate(left) if i not in (*summed, *batch))
+    columns = math.prod(n for i, n in enumerate(right) if i not in (*also_summed, *also_batch))
+    return rows, math.prod(left[i] for i in summed), columns
+
+
+def is_small(eqn: JaxprEqn) -> bool:
+    """Whether a product is one of small matrices, which no matrix unit computes faster: two of its
+    sides are small, and one of these is narrow. One term alone adds nothing up."""
+    found = sides(eqn)
+    if found is None or found[1] == 1:
+        return False
+    least, middle, _ = sorted(found)
+    return least <= NARROW and middle <= SMALL
+
+
 def exact_params(eqn: JaxprEqn) -> dict[str, Any] | None:
     """The parameters with which a product is as exact as float32 on each device, where that costs
     little: few terms are summed for a number, or few for all numbers together. None for another
@@ -162,28 +187,13 @@ def is_rounding(eqn: JaxprEqn) -> bool:
     return is_whole or eqn.primitive.name in WHOLES
 
 
-def is_rest(eqn: JaxprEqn, producers: Producers) -> bool:
-    """Whether a difference is that of a value and what it was rounded to, as in the weights of an
-    interpolation."""
-    a, b = (root(v, producers) for v in eqn.invars)
-    rounded = ((producers.get(x), y) for x, y in ((a, b), (b, a)) if not isinstance(x, Literal))
-    return any(
-        made is not None and made.primitive.name in WHOLES and root(made.invars[0], producers) is y
-        for made, y in rounded
-    )
-
-
-def is_step(eqn: JaxprEqn | None, limit: float) -> bool:
-    """Whether an operation multiplies by a number up to a limit."""
-    return eqn is not None and 0 < number_of(eqn) <= limit
-
-
-def has_a_step(value: Var | Literal, producers: Producers, limit: float) -> bool:
+def has_a_step(value: Var | Literal, producers: Producers) -> bool:
     """Whether a value is a sum with a small step, such as `eye + 0.01 * w`."""
     eqn = maker(value, producers)
     if eqn is None or eqn.primitive.name not in ("add", "sub"):
         return False
-    return any(is_step(maker(v, producers), limit) for v in eqn.invars)
+    steps = (maker(v, producers) for v in eqn.invars)
+    return any(step is not None and 0 < number_of(step) <= STEP for step in steps)
 
 
 def addends_of(eqn: JaxprEqn, producers: Producers) -> list[Addend]:
@@ -209,12 +219,6 @@ def _is_linear(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
     moves_all = moves(eqn) and name not in CHOICES
     return name in ("add", "sub", "neg") or bool(number_of(eqn)) or moves_all
-
-
-def cancelling(addends: list[Addend]) -> bool:
-    """Whether a value is both added and subtracted, so that what is left is small."""
-    added = {addend.value for addend in addends if not addend.is_less}
-    return any(addend.is_less and addend.value in added for addend in addends)
 
 
 def moments(addends: list[Addend], producers: Producers) -> list[Var]:
@@ -259,23 +263,3 @@ def _operands(value: Var, producers: Producers) -> set[Var]:
     eqn = maker(value, producers)
     each = eqn.invars if eqn is not None and eqn.primitive.name in PRODUCTS else []
     return {r for r in (root(v, producers) for v in each) if not isinstance(r, Literal)}
-
-
-def near_pairs(eqn: JaxprEqn, producers: Producers) -> list[Var]:
-    """The operand of a square of a difference of all pairs, such as `(x[:, None] - y) ** 2`."""
-    operand = eqn.invars[0] if eqn.invars else None
-    if not isinstance(operand, Var) or power_of(eqn) != 2:
-        return []
-    difference = producers.get(operand)
-    if difference is None or difference.primitive.name != "sub":
-        return []
-    size = jaxprs.array(operand).size
-    return [operand] if all(_size(v, producers) < size for v in difference.invars) else []
-
-
-def _size(value: Var | Literal, producers: Producers) -> int:
-    """The size of what an operand was before it was broadcast."""
-    eqn = None if isinstance(value, Literal) else producers.get(value)
-    if eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "reshape", "expand_dims"):
-        return _size(eqn.invars[0], producers)
-    return jaxprs.array(value).size

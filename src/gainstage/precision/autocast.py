@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Never, TypeAlias, overload
 
 import jax
@@ -10,58 +10,36 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from gainstage._base._jax import JaxprEqn, Tracer, is_batched, is_differentiated
+from gainstage._base._jax import JaxprEqn
 from gainstage._base.warn import warn
-from gainstage._programs import jaxprs, patterns
-from gainstage._programs.in_dtype import converted, in_dtype, is_float32
+from gainstage._programs import jaxprs
+from gainstage._programs.in_dtype import converted, is_float32
 from gainstage._programs.jaxprs import AnyJaxpr, Path
-from gainstage._programs.operations import PRODUCTS, Trait, names_with
-from gainstage._programs.patterns import moves, power_of
+from gainstage._programs.operations import PRODUCTS
+from gainstage._programs.patterns import moves
 from gainstage._programs.scopes import KEEP_FLOAT32, KEEPS
 from gainstage._variables.types import P, R
+from gainstage.precision.calls import Call
 from gainstage.precision.cards import ANY, H100, Card
 from gainstage.precision.float8_product import ProductSpec, multiply, to_operand
 from gainstage.precision.float8_rule import Float8Decision, Sizes, decide, sizes_of
 from gainstage.precision.needs import Need, needs_of
 from gainstage.precision.plan import DTYPES, FLOAT8, Plan
-from gainstage.precision.product_width import Width, holds, in_range, is_offset, width
-from gainstage.precision.wide_results import (
-    BOUNDED,
-    bounded,
-    broadcast_product,
-    power,
-    wide_product,
+from gainstage.precision.policy import (
+    Width,
+    constant_of,
+    default,
+    half,
+    measured,
+    multiplied,
+    width,
 )
-from gainstage.transforms.retrace import (
-    IS_KEPT,
-    SINGLE,
-    Kind,
-    Retraced,
-    as_written,
-    function_of,
-    of_kernel,
-    replayed,
-)
+from gainstage.transforms.retrace import IS_KEPT, SINGLE, Retraced, as_written, of_kernel, replayed
 from gainstage.transforms.self_scaled import self_scaled
 
 Precision: TypeAlias = str | Plan | DTypeLike
 
 __all__ = ["autocast", "keep_float32"]
-
-LARGE_FACTOR = 1024.0  # a number that is too large to multiply half-precision numbers of any size
-FOLLOWERS = names_with(Trait.CHEAP)  # in half precision if their operands are, or may be rounded
-# The kinds of results of operations on kinds.
-KINDS: dict[tuple[str | Kind, ...], Kind] = {
-    ("add", Kind.FREE, Kind.FREE): Kind.FREE,
-    ("sub", Kind.FREE, Kind.FREE): Kind.FREE,
-    ("div", Kind.FREE, Kind.ROOT): Kind.INVERSE,
-    ("mul", Kind.FREE, Kind.INVERSE): Kind.INVERSE,
-    ("mul", Kind.INVERSE, Kind.FREE): Kind.INVERSE,
-    ("div", Kind.OTHER, Kind.ROOT): Kind.NORMALISED,
-    ("mul", Kind.OTHER, Kind.INVERSE): Kind.NORMALISED,
-    ("mul", Kind.INVERSE, Kind.OTHER): Kind.NORMALISED,
-}
-
 
 # Other names of dtypes, which people know from elsewhere.
 _ALIASES = {
@@ -240,6 +218,13 @@ def with_float8(fun: Callable[P, R]) -> Callable[P, R]:
     return replayed(fun, caster.compute, caster.constant, caster.look, half="float16")
 
 
+def without(fun: Callable[P, R], *rows: str) -> Callable[P, R]:
+    """`autocast(fun)` without some rows of the policy, or some needs, for a study of what each is
+    for."""
+    caster = _Caster(DTYPES["float16"], without=frozenset(rows))
+    return replayed(fun, caster.compute, caster.constant, caster.look, half="float16")
+
+
 def plan_of(fun: Callable[..., Any]) -> str | Plan | None:
     """The plan with which `autocast` returned this function; None if it did not."""
     return getattr(fun, "autocast_plan", None)
@@ -292,16 +277,23 @@ class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a stat
 
 
 class _Caster:
-    """Computes operations in half precision, by a plan or by default.
+    """Computes operations in half precision, by a plan or by the two lists of `policy.py`.
 
     Args:
         dtype: the half-precision dtype.
         plan: which operations are in which dtype, None for the default.
         card: for which products are in float8, None for none.
+        without: the names of rows of the lists, and of needs, that are left out, in a study.
     """
 
-    def __init__(self, dtype: np.dtype, plan: Plan | None = None, card: Card | None = None):
-        self._dtype, self._plan, self._card = dtype, plan, card
+    def __init__(
+        self,
+        dtype: np.dtype,
+        plan: Plan | None = None,
+        card: Card | None = None,
+        without: frozenset[str] = frozenset(),
+    ):
+        self._dtype, self._plan, self._card, self._without = dtype, plan, card, without
         self._needs = dict[Path, Need]()  # what must be exact, by operation
         self._products, self._told = 0, False  # products in float32 in the program; the warning
         self._float8s = 0  # products in float8
@@ -309,7 +301,7 @@ class _Caster:
 
     def look(self, program: AnyJaxpr) -> None:
         """Looks at a program before it is computed."""
-        self._needs = needs_of(program, self._dtype)
+        self._needs = needs_of(program, self._dtype, self._without)
         self._products, self._float8s, self._too_small = 0, 0, []
 
     def tell(self, program: AnyJaxpr) -> None:
@@ -345,237 +337,62 @@ class _Caster:
 
     def constant(self, x: ArrayLike) -> Retraced:
         """Says whether a constant may be rounded."""
-        # What a function closes over and is differentiated is a parameter, as a bound variable is.
-        if isinstance(x, Tracer):
-            return Retraced(x, Kind.FREE if is_differentiated(x) else Kind.OTHER)
-        if getattr(x, "dtype", SINGLE) != SINGLE:
-            return Retraced(x)
-        if not in_range(self._dtype, x):
-            return Retraced(x)
-        return Retraced(x, Kind.OFFSET if is_offset(x) else Kind.FREE)
+        return constant_of(x, self._dtype)
 
     def compute(self, eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
-        """Computes an operation, in half precision where that is right."""
+        """Computes an operation, in half precision where a plan, or the policy, says so."""
         if eqn.primitive.name == "cond":  # a kernel of `in_half`; others are rebuilt
             self._products += 1
             is_half = self._plan is None or self._plan.dtype_of(path) in DTYPES
             return of_kernel(eqn, values) if is_half else as_written(eqn, values)
-        wide = [is_float32(variable) for variable in eqn.invars]
-        floats = [value for value, is_wide in zip(values, wide, strict=True) if is_wide]
-        dtype = self._dtype_of(floats, path)
-        held = [getattr(value.x, "dtype", None) == dtype for value in floats]
-        is_half = bool(held) and all(held)
-        self._products += bool(floats) and eqn.primitive.name in PRODUCTS
-        if all(wide) and self._is_float8(eqn, values, held, path):
-            return [Retraced(self._in_float8(eqn, *values))]
-        if self._computes(eqn, floats, held, path):
-            if eqn.primitive.name == "mul" and _broadcast(eqn, values):
-                return [Retraced(self._product(eqn, dtype, *values))]
-            is_planned = self._plan is not None
-            if not all(holds(dtype, x, is_planned) for x in _numbers(eqn, values)):
-                # Linear in the array, so that nothing is kept for the derivative.
-                dtypes = [dtype if isinstance(v.x, jax.Array) else SINGLE for v in values]
-                xs = [converted(v.x, own) for v, own in zip(values, dtypes, strict=True)]
-                with jaxprs.inside(eqn):
-                    product = jnp.multiply(*(x.astype(SINGLE) for x in xs))
-                    return [Retraced(product.astype(dtype))]
-            xs = [
-                _rounded(eqn, value, dtype) if is_wide else value.x
-                for value, is_wide in zip(values, wide, strict=True)
-            ]
-            return [Retraced(x) for x in in_dtype(eqn, xs, dtype, {SINGLE})]
-        if self._plan is None:
-            known = self._known(eqn, floats, held, path)
-            if known is not None:
-                return [known]
-        elif is_half and power_of(eqn):
-            return [Retraced(power(eqn, floats[0]))]
-        if is_half and _is_activation(eqn) and not self._needs.get(path, Need.NOTHING):
-            return [Retraced(x) for x in _activated(eqn, dtype, [v.x for v in floats])]
-        is_exact = bool(self._needs.get(path, Need.NOTHING) & (Need.ALL | Need.OPERANDS))
-        params = patterns.exact_params(eqn) if is_exact else None
-        results = [value.x for value in as_written(eqn, values, params)]
-        if is_half and eqn.primitive.name.startswith("custom_"):
-            # Operations follow the result of a function with its own derivative, as of `softplus`.
-            shapes = {jaxprs.array(v).shape for v in eqn.invars if is_float32(v)}
-            results = [
-                x.astype(dtype) if is_float32(v) and jaxprs.array(v).shape in shapes else x
-                for v, x in zip(eqn.outvars, results, strict=True)
-            ]
-        kinds = [Kind.FREE if h else v.kind for v, h in zip(floats, held, strict=True)]
-        kind = (
-            Kind.POWER if _is_cheap_of_power(eqn, kinds) else _kind(eqn, [v.kind for v in floats])
-        )
-        return [Retraced(x, kind) for x in results]
+        if self._plan is not None and not moves(eqn):
+            return self._planned(self._plan, eqn, values, path)
+        call = self._call(eqn, values, path)
+        if call.name not in PRODUCTS:
+            return default(call, self._without)
+        self._products += bool(call.floats)
+        chosen = width(call, self._without)
+        if chosen is Width.HALF and self._is_large_enough(call):
+            return self._in_float8(call)
+        return multiplied(call, chosen)
 
-    def _dtype_of(self, floats: Sequence[Retraced], path: Path) -> np.dtype:
-        """The half-precision dtype of an operation. One that a plan does not name follows its
+    def _planned(
+        self, plan: Plan, eqn: JaxprEqn, values: list[Retraced], path: Path
+    ) -> list[Retraced]:
+        """The results of an operation that a plan decides on. One that it does not name follows its
         operands."""
-        planned = self._plan.dtype_of(path) if self._plan else ""
-        if planned in DTYPES:
-            return DTYPES[planned]
-        found = {getattr(value.x, "dtype", None) for value in floats} if self._plan else set()
-        return next((dtype for dtype in DTYPES.values() if dtype in found), self._dtype)
+        planned, call = plan.dtype_of(path), self._call(eqn, values, path)
+        self._products += bool(call.floats) and call.name in PRODUCTS
+        if planned == FLOAT8:
+            return self._in_float8(call)
+        return half(call, is_planned=True) if planned in DTYPES else measured(call)
 
-    def _is_float8(
-        self, eqn: JaxprEqn, values: Sequence[Retraced], held: Sequence[bool], path: Path
-    ) -> bool:
-        """Whether an operation is a product in float8, by the plan or by default."""
+    def _call(self, eqn: JaxprEqn, values: list[Retraced], path: Path) -> Call:
+        """An operation with its half-precision dtype: that of the plan, or of its operands."""
+        dtype = self._dtype
         if self._plan is not None:
-            return self._plan.dtype_of(path) == FLOAT8
-        if self._card is None or eqn.primitive.name not in PRODUCTS:
+            pairs = zip(values, eqn.invars, strict=True)
+            found = {getattr(value.x, "dtype", None) for value, v in pairs if is_float32(v)}
+            own = next((dtype for dtype in DTYPES.values() if dtype in found), dtype)
+            dtype = DTYPES.get(self._plan.dtype_of(path), own)
+        return Call(eqn, values, dtype, self._needs.get(path, Need.NOTHING))
+
+    def _is_large_enough(self, call: Call) -> bool:
+        """Whether a product in half precision is one that a card computes faster in float8."""
+        if self._card is None or not all(map(is_float32, call.eqn.invars)):
             return False
-        if self._width(eqn, values, held, path) is not Width.HALF:
-            return False
-        decision = decide(eqn, values, self._card)
+        decision = decide(call.eqn, call.values, self._card)
         if decision is Float8Decision.TOO_SMALL:
-            self._too_small.append(sizes_of(eqn, values))
+            self._too_small.append(sizes_of(call.eqn, call.values))
         return decision is Float8Decision.FLOAT8
 
-    def _in_float8(self, eqn: JaxprEqn, x: Retraced, w: Retraced) -> jax.Array:
+    def _in_float8(self, call: Call) -> list[Retraced]:
         """A product in float8, whose result is in half precision."""
         self._float8s += 1
-        with jaxprs.inside(eqn):
+        x, w = call.values
+        params = call.eqn.params
+        with jaxprs.inside(call.eqn):
             left, right = (converted(value.x, self._dtype) for value in (x, w))
-            dims, sharding = eqn.params["dimension_numbers"], eqn.params["out_sharding"]
+            dims, sharding = params["dimension_numbers"], params["out_sharding"]
             how = ProductSpec(dims, self._dtype, left.dtype, right.dtype, sharding)
-            return multiply(how, left, right, x.once(to_operand), w.once(to_operand))
-
-    def _known(
-        self, eqn: JaxprEqn, floats: Sequence[Retraced], held: Sequence[bool], path: Path
-    ) -> Retraced | None:
-        """The result of an operation that has a default of its own, else None."""
-        name, is_half = eqn.primitive.name, bool(held) and all(held)
-        if is_half and power_of(eqn):
-            return Retraced(power(eqn, floats[0]), Kind.POWER)
-        if name in PRODUCTS and self._width(eqn, floats, held, path) is Width.RESULT:
-            return Retraced(wide_product(eqn, [converted(v.x, self._dtype) for v in floats]))
-        of_power = any(value.kind is Kind.POWER for value in floats)
-        if of_power and name in BOUNDED and path not in self._needs:
-            return Retraced(bounded(eqn, floats[0].x, self._dtype))
-        return None
-
-    def _width(
-        self, eqn: JaxprEqn, floats: Sequence[Retraced], held: Sequence[bool], path: Path
-    ) -> Width:
-        """What of a product is in float32 by default."""
-        need = self._needs.get(path, Need.NOTHING)
-        if need & (Need.ALL | Need.OPERANDS):
-            return Width.ALL
-        is_batched, is_square = _is_batched(floats), Need.SQUARE in need
-        return width(eqn, held, is_batched, is_square, leads=Need.RESULT in need)
-
-    def _product(self, eqn: JaxprEqn, dtype: np.dtype, *values: Retraced) -> jax.Array:
-        """A product with a broadcast operand. A factor of a layer, which may be small, stays in
-        float32, unless a plan has measured it; that of a normalisation is about 1."""
-        is_measured = self._plan is not None or any(v.kind is Kind.NORMALISED for v in values)
-        wide = (bool(_broadcast(eqn, [v])) for v in values)
-        pairs = zip(values, wide, strict=True)
-        xs = [v.float32 if w else converted(v.x, dtype) for v, w in pairs]
-        return broadcast_product(eqn, xs, dtype if is_measured else SINGLE, dtype)
-
-    def _computes(
-        self, eqn: JaxprEqn, floats: Sequence[Retraced], held: Sequence[bool], path: Path
-    ) -> bool:
-        """Whether an equation is computed in half precision.
-
-        Args:
-            eqn: an equation without a program inside.
-            floats: its operands that are float32 in the program.
-            held: whether each of them is in half precision.
-            path: where it is.
-        """
-        if eqn.primitive.name in jaxprs.OF_DEVICES:  # cotangents are added up in float32
-            return False
-        if self._plan is not None and not moves(eqn):
-            return self._plan.dtype_of(path) in DTYPES
-        if eqn.primitive.name in PRODUCTS:
-            return self._width(eqn, floats, held, path) is Width.HALF
-        is_by_much = any(abs(x) >= LARGE_FACTOR for x in _numbers(eqn, floats))
-        need = self._needs.get(path, Need.NOTHING)
-        # What meets a value on the way to a result, such as a bias, may be larger than that.
-        is_last = Need.LAST in need and not all(held)
-        if need & ~Need.LAST or is_last or power_of(eqn) or is_by_much:
-            return False
-        if not (moves(eqn) or eqn.primitive.name in FOLLOWERS):
-            return False
-        free = {v.kind for v, is_held in zip(floats, held, strict=True) if not is_held}
-        if Kind.OFFSET in free and eqn.primitive.name not in ("add", "sub"):
-            free = free - {Kind.OFFSET} | {Kind.FREE}
-        # The factors and biases after a normalisation are parameters that are broadcast.
-        is_normalised = free == {Kind.FREE, Kind.NORMALISED} and bool(_broadcast(eqn, floats))
-        return free <= {Kind.FREE, Kind.NORMALISED} and (any(held) or is_normalised)
-
-
-def _rounded(eqn: JaxprEqn, value: Retraced, dtype: np.dtype) -> jax.Array:
-    """An operand of an operation in half precision."""
-    x = value.x
-    if eqn.primitive.name in ("add", "sub") and _broadcast(eqn, [value]):
-        # The derivative of a bias is a sum over an axis, which stays in float32.
-        x = jnp.broadcast_to(value.float32, jaxprs.array(eqn.outvars[0]).shape)
-    return converted(x, dtype)
-
-
-def _numbers(eqn: JaxprEqn, values: Sequence[Retraced]) -> list[float]:
-    """The numbers of the program in a product of elements."""
-    each = (v.x for v in values if not isinstance(v.x, jax.Array) and np.ndim(v.x) == 0)
-    return [float(x) for x in each] if eqn.primitive.name == "mul" else []
-
-
-def _kind(eqn: JaxprEqn, kinds: Sequence[Kind]) -> Kind:
-    """The kind of the result of an operation in float32."""
-    name = eqn.primitive.name
-    if name in ("sqrt", "rsqrt"):
-        return Kind.ROOT if name == "sqrt" else Kind.INVERSE
-    if moves(eqn) and len(set(kinds)) == 1:
-        return kinds[0]
-    return KINDS.get((name, *kinds), Kind.OTHER)
-
-
-def _broadcast(eqn: JaxprEqn, values: Sequence[Retraced]) -> list[Retraced]:
-    """Those arrays among the operands that an equation broadcasts."""
-    shape = jaxprs.array(eqn.outvars[0]).shape
-    return [v for v in values if isinstance(v.x, jax.Array) and v.x.shape != shape]
-
-
-def _is_activation(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a function such as `relu`: cheap, with its own derivative."""
-    if eqn.primitive.name != "custom_jvp_call" or not all(map(is_float32, eqn.invars)):
-        return False
-    parts = jaxprs.equations(eqn.params["call_jaxpr"])
-    return all(moves(e) or e.primitive.name in FOLLOWERS or jaxprs.called(e) for e in parts)
-
-
-def _activated(eqn: JaxprEqn, dtype: np.dtype, xs: Sequence[jax.Array]) -> list[jax.Array]:
-    """The results of an activation and its derivative in half precision, by default."""
-    caster = _Caster(dtype)
-
-    def half(program: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        evaluate = function_of(caster.compute, caster.constant, program, ())
-        return [value.x.astype(dtype) for value in evaluate(*map(Retraced, xs))]
-
-    @jax.custom_jvp
-    def activation(*xs: jax.Array) -> list[jax.Array]:
-        return half(eqn.params["call_jaxpr"], xs)
-
-    @activation.defjvp
-    def derivative(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> Any:
-        def pushed(primals: Any, tangents: Any) -> Any:
-            return jax.jvp(lambda *xs: jaxprs.bind(eqn, list(xs)), primals, tangents)
-
-        wide = [jax.ShapeDtypeStruct(x.shape, SINGLE) for x in primals]
-        found = half(jax.make_jaxpr(pushed)(tuple(wide), tuple(wide)), [*primals, *tangents])
-        return found[: len(found) // 2], found[len(found) // 2 :]
-
-    return activation(*xs)
-
-
-def _is_cheap_of_power(eqn: JaxprEqn, kinds: Sequence[Kind]) -> bool:
-    """Whether an operation adds or multiplies powers and what may be rounded."""
-    is_cheap = eqn.primitive.name in ("add", "sub", "mul", "neg")
-    return is_cheap and Kind.POWER in kinds and set(kinds) <= {Kind.POWER, Kind.FREE}
-
-
-def _is_batched(values: Sequence[Retraced]) -> bool:
-    """Whether `jax.vmap` around the function gives some operands another axis."""
-    return any(is_batched(value.x) for value in values)
+            return [Retraced(multiply(how, left, right, x.once(to_operand), w.once(to_operand)))]

@@ -19,38 +19,46 @@ import numpy as np
 
 from gainstage._base._jax import JaxprEqn, Literal, Var
 from gainstage._programs import jaxprs, patterns
-from gainstage._programs.in_dtype import is_float32, is_floating
+from gainstage._programs.in_dtype import in_range, is_float32, is_floating
 from gainstage._programs.jaxprs import AnyJaxpr, Path
 from gainstage._programs.operations import PRODUCTS, TRAITS, WHOLES, Trait, names_with
-from gainstage._programs.patterns import AMPLIFIES, FEW, PART, STEP, moves, number_of
-from gainstage.precision.product_width import in_range, is_offset
+from gainstage._programs.patterns import AMPLIFIES, FEW, moves, number_of
 
 PASSES = names_with(Trait.PASSES)
 PERIODIC = names_with(Trait.PERIODIC)
 COMBINES = frozenset(("add", "sub", "mul", "div", "max", "min", "add_any"))
+LEAVES = COMBINES | {"neg", "abs", "clamp", "select_n"}  # a coordinate one
 MAY_ROUND = WHOLES | {"convert_element_type"}
 MULTIPLYING = PRODUCTS | {"mul", "div"}
 STOPS = names_with(Trait.OPAQUE) | names_with(Trait.ALGEBRA)  # which compute more than cheap ones
 
 
 class Need(enum.Flag):
-    """What must be exact for what is computed with a value."""
+    """What must be exact for what is computed with a value.
+
+    The second half stays until a run mends itself: each of these has one to three examples in the
+    tests, and no case of the corpus needs it.
+    """
 
     NOTHING = 0
     RESULT = enum.auto()  # the value, through cheap operations
     OPERANDS = enum.auto()  # the product that it is, with its operands
-    ALL = enum.auto()  # all that it is made of
-    ANGLE = enum.auto()  # a product with few terms, from which it comes
-    SMALL = enum.auto()  # both terms, if it is a difference, because a large number multiplies it
-    STEP = enum.auto()  # the value, if a small number multiplies it before it is added to others
-    PART = enum.auto()  # the value, if a number below 1 multiplies it, before a constant is added
-    GATE = enum.auto()  # the value, if it is a sigmoid: it is subtracted from 1
-    COORDINATE = enum.auto()  # as ANGLE, and of a count the result: it is compared, or is WHOLE
-    WHOLE = enum.auto()  # it becomes a whole number: sums and products on the way there
     LAST = enum.auto()  # it reaches a result without another product: what it meets on the way
     EXPONENT = enum.auto()  # nothing for LAST: logits, a large array, whose offset exp divides out
     GRADIENT = enum.auto()  # it reaches the first result, which is differentiated
     SQUARE = enum.auto()  # a product of an array with itself: the result, which may be large
+
+    ALL = enum.auto()  # all that it is made of: near values of which a difference is amplified
+    ANGLE = enum.auto()  # a product with few terms, from which it comes
+    SMALL = enum.auto()  # both terms, if it is a difference, because a large number multiplies it
+    COORDINATE = enum.auto()  # as ANGLE: it is compared, or is WHOLE
+    WHOLE = enum.auto()  # it becomes a whole number: sums and products on the way there
+
+
+# What a product needs by itself, and a difference: names for a study that leaves them out.
+FACTS = STEPS, CONSTANTS, TINY, MOMENTS = (
+    "a small step", "a wide constant", "a tiny product", "moments",
+)  # fmt: skip
 
 
 class Fact(enum.Flag):
@@ -60,19 +68,21 @@ class Fact(enum.Flag):
     OF_PRODUCTS = enum.auto()  # it is computed from products
     HAS_A_STEP = enum.auto()  # it is a sum with a small step, not of products
     CONSTANT = enum.auto()  # it depends on no argument
-    COUNTS = enum.auto()  # it comes from comparisons, integers or booleans
     WIDE = enum.auto()  # half precision may not hold it, because of a constant that multiplies
 
 
-def needs_of(program: AnyJaxpr, dtype: np.dtype) -> dict[Path, Need]:
+def needs_of(
+    program: AnyJaxpr, dtype: np.dtype, without: frozenset[str] = frozenset()
+) -> dict[Path, Need]:
     """What must be exact in each operation of a program for which something must.
 
     Args:
         program: a program in float32.
         dtype: the half-precision dtype, which may not hold the constants of the program.
+        without: the names of needs and facts that are left out, in a study.
     """
     jaxpr, needs = jaxprs.open_jaxpr(program), dict[Path, Need]()
-    reader = _Reader(program, [Fact.NOTHING] * len(jaxpr.invars), (), needs, dtype)
+    reader = _Reader(program, [Fact.NOTHING] * len(jaxpr.invars), (), needs, dtype, without)
     # After a scalar loss come aux and state, which have no gradient.
     first = jaxpr.outvars[:1]
     is_loss = any(is_floating(v) and not jaxprs.array(v).shape for v in first)
@@ -92,6 +102,7 @@ class _Reader:
         path: where the program is.
         needs: what must be exact in each operation, to which this adds.
         dtype: the half-precision dtype.
+        without: the names of needs and facts that are left out.
         arguments: the numbers of each argument that is a constant of the whole program, or None.
     """
 
@@ -102,10 +113,14 @@ class _Reader:
         path: Path,
         needs: dict[Path, Need],
         dtype: np.dtype,
+        without: frozenset[str],
         arguments: Sequence[Any] = (),
     ):
         self._jaxpr, self._path, self._needs = jaxprs.open_jaxpr(program), path, needs
-        self._dtype = dtype
+        self._dtype, self._without = dtype, without
+        self._left_out = ~functools.reduce(
+            operator.or_, (need for need in Need if need.name in without), Need.NOTHING
+        )
         constants = getattr(program, "consts", ())
         self._constants = dict(zip(self._jaxpr.constvars, constants, strict=False))
         known = zip(self._jaxpr.invars, arguments, strict=False)
@@ -115,27 +130,19 @@ class _Reader:
         self._known: dict[Var, Need] = {}
         self._facts = dict(zip(self._jaxpr.invars, facts, strict=True))
         self._facts |= dict.fromkeys(self._jaxpr.constvars, Fact.CONSTANT)
-        self._inner: dict[int, _Reader] = {}  # of calls, by the number of the equation
-        for n, eqn in reversed(self._equations):
+        for _, eqn in reversed(self._equations):
             given = [self._fact(v) for v in eqn.invars]
             fact, name = self._fact_of(eqn, given), eqn.primitive.name
             if name in MULTIPLYING or any(Fact.WIDE in one for one in given):
                 fact |= Fact.WIDE if self._is_wide(eqn, given) else Fact.NOTHING
-            if _counts(eqn, given):
-                fact |= Fact.COUNTS
             self._facts |= dict.fromkeys(eqn.outvars, fact)
-            part = jaxprs.called(eqn) if name in jaxprs.CALLS else None
-            if part is not None:
-                inner = self._inner[n] = self._reader_of(part, given, eqn.invars, (*path, n))
-                for variable, result in zip(eqn.outvars, inner._jaxpr.outvars, strict=True):
-                    self._facts[variable] |= inner._fact(result) & Fact.COUNTS
 
     def _reader_of(
         self, part: AnyJaxpr, facts: Sequence[Fact], operands: Sequence[Var | Literal], path: Path
     ) -> "_Reader":
         """The reader of a program inside of an operation."""
         known = [None if isinstance(v, Literal) else self._constants.get(v) for v in operands]
-        return _Reader(part, facts, path, self._needs, self._dtype, known)
+        return _Reader(part, facts, path, self._needs, self._dtype, self._without, known)
 
     def read(self, results: Sequence[Need]) -> list[Need]:
         """What is needed of the arguments, for what is needed of the results."""
@@ -158,6 +165,7 @@ class _Reader:
 
     def _add(self, needs: Iterable[tuple[Var | Literal, Need]]) -> None:
         for variable, need in needs:
+            need &= self._left_out
             if need and not isinstance(variable, Literal):
                 self._known[variable] = self._known.get(variable, need) | need
 
@@ -177,8 +185,7 @@ class _Reader:
             return Fact.OF_PRODUCTS
         if all(Fact.CONSTANT in fact for fact in each):
             return Fact.CONSTANT
-        limit = PART if Fact.CONSTANT in given else STEP
-        if any(patterns.has_a_step(v, self._producers, limit) for v in eqn.outvars):
+        if any(patterns.has_a_step(v, self._producers) for v in eqn.outvars):
             return Fact.HAS_A_STEP
         return given & ~Fact.CONSTANT if moves(eqn) else Fact.NOTHING
 
@@ -186,10 +193,14 @@ class _Reader:
         """What a product needs, whatever is computed with it."""
         if eqn.primitive.name not in PRODUCTS:
             return Need.NOTHING
-        has_a_step = any(Fact.HAS_A_STEP in self._fact(v) for v in eqn.invars)
-        is_exact = has_a_step or Fact.WIDE in self._facts[eqn.outvars[0]] or patterns.is_tiny(eqn)
-        need = Need.OPERANDS if is_exact else Need.NOTHING
-        return need | (Need.SQUARE if patterns.is_square(eqn, self._producers) else Need.NOTHING)
+        exact = (
+            STEPS * any(Fact.HAS_A_STEP in self._fact(v) for v in eqn.invars),
+            CONSTANTS * (Fact.WIDE in self._facts[eqn.outvars[0]]),
+            TINY * patterns.is_tiny(eqn),
+        )
+        need = Need.OPERANDS if {*exact} - {""} - self._without else Need.NOTHING
+        need |= Need.SQUARE if patterns.is_square(eqn, self._producers) else Need.NOTHING
+        return need & self._left_out
 
     def _is_wide(self, eqn: JaxprEqn, given: Sequence[Fact]) -> bool:
         """Whether half precision may not hold what an operation multiplies, nor its result, because
@@ -208,15 +219,6 @@ class _Reader:
         known = patterns.constant_of(variable, self._producers, self._constants)
         return known is not None and not in_range(self._dtype, known)
 
-    def _is_moved_far(self, eqn: JaxprEqn) -> bool:
-        """Whether a constant that is larger than half precision is exact is added to what products
-        have made, such as the places of pixels."""
-        if not any(Fact.OF_PRODUCTS in self._fact(v) for v in eqn.invars):
-            return False
-        roots = (patterns.root(v, self._producers) for v in eqn.invars if self._is_constant(v))
-        known = (patterns.constant_of(v, self._producers, self._constants) for v in roots)
-        return any(x is not None and is_offset(x) for x in known)
-
     def _of_operation(self, eqn: JaxprEqn, need: Need) -> Need:
         """What of an operation must be exact."""
         name, exact = eqn.primitive.name, need & Need.ALL
@@ -224,48 +226,26 @@ class _Reader:
             exact |= need & (Need.RESULT | Need.OPERANDS | Need.SQUARE)
             if need & (Need.ANGLE | Need.COORDINATE) and patterns.terms_of(eqn) <= FEW:
                 exact |= Need.OPERANDS | need & Need.COORDINATE
-            counts = any(Fact.COUNTS in self._fact(v) for v in eqn.invars)
-            if (counts and need & (Need.LAST | Need.COORDINATE)) or (
-                Need.LAST in need and Need.GRADIENT not in need
-            ):
+            if Need.LAST in need and Need.GRADIENT not in need:
                 exact |= Need.RESULT
         elif name in COMBINES:
             if Need.EXPONENT not in need:
                 exact |= need & Need.LAST
-            if Need.WHOLE in need or (name == "sub" and patterns.is_rest(eqn, self._producers)):
+            if Need.WHOLE in need:
                 exact |= Need.COORDINATE
         if name in PASSES or moves(eqn):
             exact |= need & Need.RESULT
-        limit = PART if Need.PART in need else STEP if Need.STEP in need else 0.0
-        if patterns.is_step(eqn, limit) or (Need.GATE in need and name == "logistic"):
-            exact |= Need.RESULT
-        return exact
+        return exact & self._left_out
 
     def _of_operands(self, eqn: JaxprEqn, need: Need) -> Iterator[tuple[Var | Literal, Need]]:
         """What an operation needs of its operands."""
-        name, passed, is_moved = eqn.primitive.name, need & Need.ALL, moves(eqn)
-        if name in PASSES or is_moved:
-            passed |= need & Need.RESULT
-        if name in COMBINES | {"neg", "abs", "clamp", "select_n"} or is_moved:
-            kinds = Need.ANGLE | Need.COORDINATE | Need.WHOLE | Need.EXPONENT
-            passed |= need & kinds
+        name, passed = eqn.primitive.name, need & _passes_on(eqn)
         if name == "exp" or (name.startswith("custom_") and _has(eqn, "exp")):
             passed |= Need.EXPONENT
-        if name != "stop_gradient":
-            passed |= need & Need.GRADIENT
-        if name not in PRODUCTS | STOPS:
-            passed |= need & Need.LAST
-        elif patterns.terms_of(eqn) <= FEW:
-            passed |= need & (Need.COORDINATE | Need.WHOLE)
         if name in MAY_ROUND and patterns.is_rounding(eqn):
             passed |= Need.COORDINATE | Need.WHOLE
         elif not any(map(is_floating, eqn.outvars)):
             passed |= Need.COORDINATE
-        if name in ("add", "sub"):
-            passed |= Need.COORDINATE if self._is_moved_far(eqn) else Need.NOTHING
-            passed |= Need.PART if any(map(self._is_constant, eqn.invars)) else Need.STEP
-        if name == "neg" or is_moved:
-            passed |= need & (Need.STEP | Need.PART | Need.GATE)
         if name in PERIODIC:
             passed |= Need.ANGLE
         if number_of(eqn) >= AMPLIFIES:
@@ -276,11 +256,8 @@ class _Reader:
         singular = TRAITS.get(name, Trait(0))
         yield from ((v, Need.RESULT) for v in eqn.invars[:1] if Trait.FIRST in singular)
         yield from ((v, Need.RESULT) for v in eqn.invars[1:2] if Trait.SECOND in singular)
-        if name == "sub" and isinstance(eqn.invars[0], Literal) and eqn.invars[0].val == 1:
-            yield eqn.invars[1], Need.GATE
         if name == "integer_pow" and eqn.params["y"] < 0:
             yield eqn.invars[0], Need.RESULT
-        yield from ((v, Need.RESULT) for v in patterns.near_pairs(eqn, self._producers))
         if name == "sub" or Need.SMALL in need:
             yield from self._of_addends(patterns.addends_of(eqn, self._producers), need)
 
@@ -288,10 +265,9 @@ class _Reader:
         self, addends: list[patterns.Addend], need: Need
     ) -> Iterator[tuple[Var | Literal, Need]]:
         """What a difference needs of its addends."""
-        if patterns.cancelling(addends):
-            yield from ((addend.value, Need.RESULT) for addend in addends)
-        moments = patterns.moments(addends, self._producers)
-        yield from ((value, Need.OPERANDS | Need.RESULT) for value in moments)
+        if MOMENTS not in self._without:
+            moments = patterns.moments(addends, self._producers)
+            yield from ((value, Need.OPERANDS | Need.RESULT) for value in moments)
         if Need.SMALL in need:
             of_products = [Fact.OF_PRODUCTS in self._fact(addend.value) for addend in addends]
             are_near = any(addend.is_less for addend in addends) and sum(of_products) > 1
@@ -322,8 +298,7 @@ class _Reader:
             first, carries = jaxprs.scan_counts(eqn.params, len(operands))
         facts = [self._fact(v) for v in operands]
         facts[first : first + carries] = [self._fact(v) for v in eqn.outvars[:carries]]
-        reader = self._inner.get(path[-1]) if number is None else None
-        reader = reader or self._reader_of(part, facts, operands, path)
+        reader = self._reader_of(part, facts, operands, path)
         arguments = reader.read(results)
         while any(
             a & ~r for a, r in zip(arguments[first : first + carries], results, strict=False)
@@ -334,20 +309,23 @@ class _Reader:
         return zip(operands, arguments, strict=True)
 
 
+def _passes_on(eqn: JaxprEqn) -> Need:
+    """The needs of a result that are those of the operands too."""
+    name, is_moved = eqn.primitive.name, moves(eqn)
+    found = Need.ALL
+    if name in PASSES or is_moved:
+        found |= Need.RESULT
+    if name in LEAVES or is_moved:
+        found |= Need.ANGLE | Need.COORDINATE | Need.WHOLE | Need.EXPONENT
+    if name != "stop_gradient":
+        found |= Need.GRADIENT
+    if name not in PRODUCTS | STOPS:
+        found |= Need.LAST
+    elif patterns.terms_of(eqn) <= FEW:
+        found |= Need.COORDINATE | Need.WHOLE
+    return found
+
+
 def _has(eqn: JaxprEqn, name: str) -> bool:
     """Whether a program inside of an operation has an operation of this name."""
     return any(e.primitive.name == name for p in jaxprs.inner(eqn) for e in jaxprs.equations(p))
-
-
-def _counts(eqn: JaxprEqn, each: Sequence[Fact]) -> bool:
-    """Whether results come from comparisons, integers or booleans, as operands do."""
-    name = eqn.primitive.name
-    if name == "convert_element_type":
-        return not is_floating(eqn.invars[0]) or Fact.COUNTS in each[0]
-    if name == "select_n":
-        return all(fact & (Fact.COUNTS | Fact.CONSTANT) for fact in each[1:])
-    if not any(Fact.COUNTS in fact for fact in each):
-        return False
-    pairs = zip(eqn.invars, each, strict=True)
-    known = all(f & (Fact.COUNTS | Fact.CONSTANT) for v, f in pairs if is_floating(v))
-    return known and (moves(eqn) or name in COMBINES)

@@ -12,6 +12,7 @@ from gainstage._base._jax import Tracer
 from gainstage._base.checks import brief
 from gainstage._programs import jaxprs
 from gainstage._programs.operations import PRODUCTS
+from gainstage._programs.patterns import is_small
 from gainstage._variables.types import OptState, PyTree, Structure
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
@@ -109,14 +110,15 @@ BFLOAT16_ALONE = (
 
 def needless_scale(program: jaxprs.AnyJaxpr) -> str | None:
     """A warning for a step that adapts a loss scale which its program does not need; None if there
-    is something in float16 or float8, or something that cannot be looked into."""
+    is something in float16 or float8, something that cannot be looked into, or no product that
+    half precision is for."""
     dtypes, products = set[Any](), set[Any]()
     for eqn in jaxprs.equations(program):
         if eqn.primitive.name in jaxprs.OPAQUE:
             return None
         found = {getattr(variable.aval, "dtype", None) for variable in eqn.invars} - {None}
         dtypes |= found
-        if eqn.primitive.name in PRODUCTS:
+        if eqn.primitive.name in PRODUCTS and not is_small(eqn):
             products |= found
     floats = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
     small = {dtype for dtype in floats if dtype.itemsize < 4}

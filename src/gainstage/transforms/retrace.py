@@ -45,7 +45,6 @@ class Kind(enum.Enum):
     OTHER = enum.auto()
     # a parameter in any shape, a constant that half precision holds, or a sum of them
     FREE = enum.auto()
-    OFFSET = enum.auto()  # such a constant, but too large to be added to numbers of size one
     ROOT = enum.auto()
     INVERSE = enum.auto()  # of a root, perhaps times what is free
     NORMALISED = enum.auto()  # another value divided by a root, so its size is about one
