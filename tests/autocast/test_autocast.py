@@ -158,7 +158,9 @@ NORMALISATIONS = {
     "by a quotient": lambda h, g, b: centered(h)[0] / jnp.sqrt(centered(h)[1]) * g + b,
     "the factor first": lambda h, g, b: centered(h)[0] * (lax.rsqrt(centered(h)[1]) * g) + b,
     "without a bias": lambda h, g, b: h * lax.rsqrt((h**2).mean(-1, keepdims=True)) * g,
-    "adaptive": lambda h, g, b: centered(h)[0] * lax.rsqrt(centered(h)[1]) * (1 + h @ jnp.tile(g[:, None], 16)),
+    "adaptive": lambda h, g, b: (
+        centered(h)[0] * lax.rsqrt(centered(h)[1]) * (1 + h @ jnp.tile(g[:, None], 16))
+    ),
 }
 
 
@@ -203,7 +205,11 @@ def test_a_bias_of_a_weak_type_is_a_parameter():
 
 def test_a_sum_of_parameters_may_be_rounded():
     """Letters and places are parameters, so the residual stream is in half precision."""
-    params = PARAMS | {"letters": draw(11, 20, 16), "places": draw(12, 32, 16), "d": draw(13, 16, 16)}
+    params = PARAMS | {
+        "letters": draw(11, 20, 16),
+        "places": draw(12, 32, 16),
+        "d": draw(13, 16, 16),
+    }
 
     def net(params, tokens):
         x = params["letters"][tokens] + params["places"]

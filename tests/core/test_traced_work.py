@@ -13,7 +13,7 @@ from jax.extend.core import jaxprs_in_params
 
 import gainstage as gs
 
-PARAMS, X = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}, jnp.ones((4, 8))
+PARAMS, X = {"w": jnp.ones((16, 16)), "b": jnp.ones(16)}, jnp.ones((16, 16))
 FOLDER = str(Path(gs.__file__).parent)
 
 

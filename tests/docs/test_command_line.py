@@ -17,7 +17,7 @@ COMMANDS = ["demo", "doctor", "lint", "report", "xray"]
 TRAIN = """
 import jax, jax.numpy as jnp, optax, gainstage as gs
 def make_model():
-    return {"w": jnp.ones(3)}
+    return {"w": jnp.ones(64)}
 @gs.autocast
 def loss_fn(params, batch):
     return ((batch @ params["w"]) ** 2).sum()
@@ -27,7 +27,7 @@ def step(state, x):
 def careless(state, x):
     return state.apply_gradients(jax.grad(loss_fn)(state.params, x))
 def what_to_lint(step=step):
-    return step, (gs.TrainState.create(make_model(), optax.sgd(0.1)), jnp.ones((2, 3)))
+    return step, (gs.TrainState.create(make_model(), optax.sgd(0.1)), jnp.ones((64, 64)))
 def what_is_wrong():
     return what_to_lint(careless)
 def what_has_no_scale():
@@ -35,7 +35,7 @@ def what_has_no_scale():
 def what_has_a_callback():
     def hidden(state, x):
         loss, extra, grads = state.value_and_grad(loss_fn)(x)
-        shape = jax.ShapeDtypeStruct((3,), "float32")
+        shape = jax.ShapeDtypeStruct((64,), "float32")
         scaled = grads["w"] * state.loss_scale
         return state.apply_gradients({"w": jax.pure_callback(lambda g: g, shape, scaled)})
     return what_to_lint(hidden)
@@ -101,7 +101,7 @@ def test_the_examples_of_a_help_work_as_written(words, examples, tmp_path, monke
     (tmp_path / "train.py").write_text(TRAIN)
     zero = jnp.float32(0)
     told = gs.typing.StepInfo(jnp.array(False), jnp.float32(8), zero, zero, zero, zero)
-    arguments = {"w": jnp.ones(3)}, jnp.full((2, 3), 3e4)
+    arguments = {"w": jnp.ones(64)}, jnp.full((64, 64), 3e4)
     assert StepRecorder(tmp_path / "bad.npz").write(0, told, *arguments)
     with JsonLines(tmp_path / "run.jsonl") as run:
         run.write(0, told, loss=1.0)

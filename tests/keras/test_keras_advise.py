@@ -120,7 +120,7 @@ def test_the_lines_of_each_row_are_those_for_fit(advice):
         scope = {"model": full(), "optimizer": keras.optimizers.SGD(0.01)}
         exec(code, scope)
         model = scope["model"]
-        shape = jax.ShapeDtypeStruct((2, 16), np.float32)
+        shape = jax.ShapeDtypeStruct((32, 16), np.float32)
         groups = model.trainable_variables, model.non_trainable_variables
         values = [[v.value for v in group] for group in groups]
         program = str(jax.make_jaxpr(model.stateless_call)(*values, shape))
@@ -199,10 +199,10 @@ import keras, numpy as np
 
 def what():
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(16)])
     model.compile("adam", "mse")
-    x = np.random.default_rng(0).normal(size=(4, 32, 8))
-    return model, ((each, np.sin(each[:, :1])) for each in x)
+    x = np.random.default_rng(0).normal(size=(4, 32, 16))
+    return model, ((each, np.sin(each)) for each in x)
 
 def pair():
     return 1, 2

@@ -25,19 +25,19 @@ pytestmark = [
 
 def data(size=128):
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(size, 4)).astype(np.float32)
-    return x, (x @ np.array([[1.0], [-2.0], [0.5], [0.0]])).astype(np.float32)
+    x = rng.normal(size=(size, 16)).astype(np.float32)
+    return x, (x[:, :3] @ np.array([[1.0], [-2.0], [0.5]])).astype(np.float32)
 
 
 def functional(dropout=0.1):
-    inputs = keras.Input((4,))
+    inputs = keras.Input((16,))
     h = keras.layers.Dense(16, "gelu", kernel_regularizer="l2")(inputs)
     h = keras.layers.Dropout(dropout, seed=1)(keras.layers.BatchNormalization()(h))
     return keras.Model(inputs, keras.layers.Dense(1)(h))
 
 
 def sequential():
-    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(16, "tanh"), last()])
+    return keras.Sequential([keras.Input((16,)), keras.layers.Dense(16, "tanh"), last()])
 
 
 def last():
@@ -82,7 +82,7 @@ SAVED = {"without_dropout": without_dropout, "sequential": sequential}
 def built(kind, plan=None, optimizer=None, **options):
     keras.utils.set_random_seed(0)
     model = (MODELS | SAVED)[kind]()
-    model(np.ones((1, 4), np.float32))
+    model(np.ones((1, 16), np.float32))
     model = model if plan is None else autocast(model, plan)
     model.compile(optimizer or adam(), "mse", **options)
     return model
@@ -101,7 +101,7 @@ def halves(model, training=True, dtype="f16"):
     """How many results of a call are in half precision."""
     values = [[v.value for v in each] for each in model_variables(model)]
     call = lambda weights, others, x: model.stateless_call(weights, others, x, training=training)  # noqa: E731
-    return str(jax.make_jaxpr(call)(*values, data(8)[0])).count(f":{dtype}[")
+    return str(jax.make_jaxpr(call)(*values, data(16)[0])).count(f":{dtype}[")
 
 
 def model_variables(model):
@@ -194,7 +194,7 @@ def test_a_compile_of_ones_own():
         def compile(self, optimizer, my_loss):
             super().compile(optimizer=optimizer, loss=my_loss)
 
-    model = autocast(Own([keras.Input((4,)), last()]))
+    model = autocast(Own([keras.Input((16,)), last()]))
     model.compile("sgd", my_loss="mse")
     assert isinstance(model.optimizer, LossScaleOptimizer)
     assert np.isfinite(model.fit(*data(), verbose=0).history["loss"][0])
@@ -275,7 +275,7 @@ def test_clones():
     for kind in ("functional", "subclass"):
         model = built(kind, "float16")
         clone = keras.models.clone_model(model)
-        clone(np.ones((1, 4), np.float32))
+        clone(np.ones((1, 16), np.float32))
         assert halves(clone) == halves(model)
     assert halves(built("functional", "float16").from_config(model_config())) > 0
 
@@ -308,14 +308,14 @@ def test_several_inputs_and_outputs():
     losses = []
     for plan in (None, "float16"):
         keras.utils.set_random_seed(0)
-        a, b = keras.Input((2,), name="a"), keras.Input((2,), name="b")
-        h = keras.layers.Dense(8, "relu", trainable=False)(keras.layers.Concatenate()([a, b]))
+        a, b = keras.Input((8,), name="a"), keras.Input((8,), name="b")
+        h = keras.layers.Dense(16, "relu", trainable=False)(keras.layers.Concatenate()([a, b]))
         outputs = {"y": keras.layers.Dense(1, name="y")(h), "z": keras.layers.Dense(2, name="z")(h)}
         model = keras.Model({"a": a, "b": b}, outputs)
         model = model if plan is None else autocast(model)
         sgd = LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=2.0**8)
         model.compile(sgd, {"y": "mse", "z": "mae"}, metrics={"y": ["mae"]})
-        inputs, targets = {"a": x[:, :2], "b": x[:, 2:]}, {"y": y, "z": x[:, :2]}
+        inputs, targets = {"a": x[:, :8], "b": x[:, 8:]}, {"y": y, "z": x[:, :2]}
         history = model.fit(inputs, targets, 16, 2, verbose=0, shuffle=False).history
         losses.append([history[name] for name in sorted(history)])
     np.testing.assert_allclose(*losses, rtol=0.01)
@@ -339,7 +339,7 @@ def test_layers_that_the_policy_breaks():
             Norm(dtype=dtype),
             keras.layers.Dense(1, dtype="float32"),
         ]
-        model = keras.Sequential([keras.Input((4,)), *layers])
+        model = keras.Sequential([keras.Input((16,)), *layers])
         model = autocast(model) if how == "autocast" else model
         model.compile(keras.optimizers.SGD(0.1), "mse")
         found[how] = model.fit(x, y, 16, 3, verbose=0, shuffle=False).history["loss"][-1]
@@ -355,7 +355,7 @@ def test_a_plan_is_measured_on_the_loss_of_compile():
     for with_plan in (False, True):
         keras.utils.set_random_seed(0)
         layers = [keras.layers.Dense(16), keras.layers.BatchNormalization(), last()]
-        model = keras.Sequential([keras.Input((4,)), *layers])
+        model = keras.Sequential([keras.Input((16,)), *layers])
         model.compile(adam(), "mse")
         if with_plan:
             plan = tune(model, [(x[:64], y[:64])], max_error=0.005, progress=False)
@@ -441,7 +441,7 @@ def test_one_warning_if_nothing_is_cast():
                 keras.ops.cast(x, "bfloat16") @ keras.ops.cast(self.w, "bfloat16"), "float32"
             )
 
-    model = autocast(keras.Sequential([keras.Input((4,)), Own()]))
+    model = autocast(keras.Sequential([keras.Input((16,)), Own()]))
     model.compile("sgd", "mse")
     with pytest.warns(UserWarning, match="no product in float16"):
         model.fit(*data(), verbose=0)
@@ -460,7 +460,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="got 'int8'"):
         autocast(model, "int8")
     assert type(model) is keras.Sequential
-    mixed = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")])
+    mixed = keras.Sequential([keras.Input((16,)), keras.layers.Dense(1, dtype="mixed_float16")])
     with pytest.raises(
         ValueError, match=r"policy 'mixed_float16' in layer 'dense_?\d*'.*set_dtype"
     ):

@@ -264,9 +264,9 @@ gs.loss_scaled(sgd).init((nnx.Linear(4, 1, rngs=nnx.Rngs(0)), nnx.BatchNorm(1, r
 gs.loss_scaled(sgd).init({"a": nnx.Linear(4, 1, rngs=nnx.Rngs(0))})
 """),
     "a list of NNX models that is a model": ("works", "", """
-m = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0))])
+m = nnx.List([nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.BatchNorm(16, rngs=nnx.Rngs(0))])
 step = gs.train_step(gs.autocast(lambda m, x: jnp.mean(m[1](m[0](x)))))
-state, _ = step(gs.TrainState.create(m, sgd), X)
+state, _ = step(gs.TrainState.create(m, sgd), jnp.ones((16, 16)))
 assert float(jnp.abs(state.params[1].mean[...]).max()) > 0
 """),
     "a BatchNorm that a loss closes over": ("refused", "Pass that object as an argument", """
@@ -1041,9 +1041,9 @@ v = gs.optimizers.Variable(1.0); gs.optimizers.SGD().apply([None], [v])
 """),
     # ── models ───────────────────────────────────────────────────────────────────────────────
     "an NNX model": ("works", "", """
-m = nnx.Linear(4, 1, rngs=nnx.Rngs(0)); before = m.kernel[...] + 0
+m = nnx.Linear(16, 16, rngs=nnx.Rngs(0)); before = m.kernel[...] + 0
 state, step = gs.TrainState.create(m, sgd), gs.train_step(gs.autocast(lambda m, x: jnp.mean(m(x) ** 2)))
-state, loss = step(state, X); assert (state.params.kernel[...] != before).any()
+state, loss = step(state, jnp.ones((16, 16))); assert (state.params.kernel[...] != before).any()
 """),
     "all variables of a Linen module as params": ("warns", "create\\(variables\\['params'\\]", """
 tx, variables = gs.loss_scaled(optax.adam(0.1)), {"params": {"a": w}, "batch_stats": {"mean": w}}
@@ -1058,7 +1058,7 @@ gs.loss_scaled(sgd).init({"params": variables})
 """),
     "autocast inside of train_step": ("works", "", """
 step = gs.train_step(gs.autocast(lambda w, x: jnp.mean((x @ w) ** 2)))
-state, loss = step(gs.TrainState.create(W, sgd), X); assert loss.dtype == jnp.float32
+W = X = jnp.ones((16, 16)); state, loss = step(gs.TrainState.create(W, sgd), X); assert loss.dtype == jnp.float32
 """),
     "autocast of float64 alone": ("warns", "in float64, which it leaves", """
 with jax.enable_x64(True):

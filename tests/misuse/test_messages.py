@@ -286,11 +286,6 @@ HELPFUL = {
         ValueError,
         "FixedLossScale or DynamicLossScale for loss_scale; got a Own.*compat.v1",
     ),
-    "callable loss": (
-        lambda: LossScaleOptimizer(gs.optimizers.SGD()).scale_loss(lambda: 1.0),
-        TypeError,
-        "for loss; got <function.*Call it first",
-    ),
     "text as loss": (
         lambda: LossScaleOptimizer(gs.optimizers.SGD()).scale_loss("x"),
         TypeError,

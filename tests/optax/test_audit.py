@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 import gainstage as gs
 
 RNG = np.random.default_rng(0)
-X = RNG.standard_normal((64, 8), np.float32)
-Y = np.tanh(X @ RNG.standard_normal((8, 2), np.float32)) + np.float32(1.0)
+X = RNG.standard_normal((64, 16), np.float32)
+Y = np.tanh(X @ RNG.standard_normal((16, 16), np.float32)) + np.float32(1.0)
 PARAMS = {
-    "first": {"kernel": RNG.standard_normal((8, 16), np.float32) / 3, "bias": np.zeros(16, "f")},
-    "last": RNG.standard_normal((16, 2), np.float32) / 4,
+    "first": {"kernel": RNG.standard_normal((16, 16), np.float32) / 4, "bias": np.zeros(16, "f")},
+    "last": RNG.standard_normal((16, 16), np.float32) / 4,
 }
 
 
@@ -33,11 +33,16 @@ def loss_fn(params, x, y):
 
 @jax.custom_vjp
 def signed(x):
-    """The identity; its backward pass returns the sign of the cotangent, as no loss scale may."""
+    """The identity; its backward pass, in float16, returns the sign of the cotangent, as no loss
+    scale may."""
     return x
 
 
-signed.defvjp(lambda x: (x, None), lambda _, g: (jnp.sign(g) * 1e-3,))
+def sign_of(g):
+    return jnp.sign(g.astype(jnp.float16)).astype(jnp.float32)
+
+
+signed.defvjp(lambda x: (x, None), lambda _, g: (sign_of(g) * 1e-3,))
 
 
 def sign_loss(params, x, y):
@@ -56,9 +61,9 @@ def offset_loss(params, x, y):
     return jnp.mean((x @ params["w"] - y) ** 2)
 
 
-KELVIN = np.concatenate([X[:, :3], np.ones((64, 1), "f")], 1)
-WARMTH = 288 + 0.3 * np.tanh(X[:, :1])
-OFFSET = {"w": np.float32([[0.1], [0.0], [0.0], [288.1]])}
+KELVIN = np.concatenate([X[:, :15], np.ones((64, 1), "f")], 1)
+WARMTH = 288 + 0.3 * np.tanh(X)
+OFFSET = {"w": np.float32([[0.1]] + 14 * [[0.0]] + [[288.1]]).repeat(16, 1)}
 
 
 def state_of(params=PARAMS, tx=None, **options):
@@ -170,7 +175,7 @@ def weighted(params, x, tiny):
 
 NEAR = {"turn": TURN + np.float32(1e-4), "move": np.float32([1.55, -1.95])}
 TARGET = np.asarray(sampled(IMAGE, GRID @ TURN + np.float32([1.5, -2.0])))
-INNER = {"a": PARAMS["first"]["kernel"], "last": PARAMS["last"].repeat(4, 1)}
+INNER = {"a": PARAMS["first"]["kernel"], "last": PARAMS["last"]}
 
 
 @pytest.mark.as_users
@@ -221,7 +226,7 @@ def test_tensors_with_hardly_any_gradient_do_not_count():
     def wrong(x):
         return 0.0 * x
 
-    wrong.defvjp(lambda x: (0.0 * x, None), lambda _, g: (jnp.sign(g) * 1e-6,))
+    wrong.defvjp(lambda x: (0.0 * x, None), lambda _, g: (sign_of(g) * 1e-6,))
 
     def tiny(params, x, y):
         return loss_fn(params["net"], x, y) + wrong(params["tiny"]).sum()
@@ -258,8 +263,8 @@ def signed_line(w, x, y):
 def test_at_a_minimum_roundings_are_no_fault():
     """Where the gradients of the examples cancel, half precision is far off the little that is
     left, and its loss is right: it is ok, unless no rounding explains it."""
-    x = RNG.standard_normal((64, 8))
-    y = x @ np.ones(8) + RNG.standard_normal(64)
+    x = RNG.standard_normal((256, 64))
+    y = x @ np.ones(64) + RNG.standard_normal(256)
     w = np.linalg.lstsq(x, y)[0] + 3e-5
     x, y, w = np.float32(x), np.float32(y), np.float32(w)
     found = gs.audit(gs.autocast(noisy_line), w, x, y, scale=1.0)
@@ -411,7 +416,8 @@ def warm(params, is_late, x, y):
     return jnp.mean((shift - y) ** 2)
 
 
-WARM = {"w": np.float32([[1.0], [0.1], [0.0], [0.2]]), "offset": np.float32([288.06])}
+WARM = {"w": np.eye(16, dtype="f"), "offset": np.full(16, 288.06, "f")}
+WARM["w"][[1, 15]] += np.float32([[0.1], [0.2]])
 FAULTS = {
     "a sampling grid": (registered, NEAR, (IMAGE, TARGET), "turn|move"),
     "inner gradients": (smaller, INNER, (X,), "a|last"),
@@ -505,17 +511,17 @@ def nnx_case():
     nnx = pytest.importorskip("flax.nnx")
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(
-        nnx.Linear(8, 16, rngs=rngs),
+        nnx.Linear(16, 16, rngs=rngs),
         nnx.BatchNorm(16, rngs=rngs),
         nnx.Dropout(0.1, rngs=rngs),
-        nnx.Linear(16, 2, rngs=rngs),
+        nnx.Linear(16, 16, rngs=rngs),
     )
     return model, lambda model, x, y: jnp.mean((model(x) - y) ** 2), (X, Y)
 
 
 def nnx_stream_case():
     nnx = pytest.importorskip("flax.nnx")
-    model = nnx.Linear(8, 2, rngs=nnx.Rngs(0))
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
 
     def loss(model, x, y, rngs):
         return jnp.mean((model(x * rngs.dropout.bernoulli(0.9, x.shape)) - y) ** 2)
@@ -525,7 +531,7 @@ def nnx_stream_case():
 
 def equinox_case():
     eqx = pytest.importorskip("equinox")
-    model = eqx.nn.MLP(8, 2, 16, 1, key=jax.random.key(0))
+    model = eqx.nn.MLP(16, 16, 16, 1, key=jax.random.key(0))
     return model, lambda model, x, y: jnp.mean((jax.vmap(model)(x) - y) ** 2), (X, Y)
 
 
@@ -658,7 +664,7 @@ def test_a_loss_in_shard_map_is_audited():
         return jax.lax.pmean(loss_fn(params, x, y), "data")
 
     whole = jax.shard_map(parts, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
-    batch = [jax.device_put(v, NamedSharding(mesh, P("data"))) for v in (X, Y)]
+    batch = [jax.device_put(v.repeat(2, 0), NamedSharding(mesh, P("data"))) for v in (X, Y)]
     step = gs.train_step(gs.autocast(lambda p, x, y: whole(p, x, y)), audit_every=2)
     _, told = trained(step, state_of(), 5, *batch)
     assert told == []

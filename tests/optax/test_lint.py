@@ -17,7 +17,7 @@ import gainstage as gs
 from gainstage.compat import tf2
 from gainstage.transforms import apply_updates, current_scale, locally_scaled, scale_loss
 
-W, X = jnp.ones(3), jnp.ones((8, 3))
+W, X, WIDE = jnp.ones(3), jnp.ones((8, 3)), jnp.ones((64, 48))
 TX = gs.loss_scaled(optax.adam(0.1))
 STATE = TX.init(W)
 WHOLE = gs.TrainState.create(W, optax.adam(0.1))
@@ -30,6 +30,10 @@ def plain(w, *batch):
 
 def grads_of(w, state, loss=plain):
     return gs.value_and_grad(loss, state)(w)[1]
+
+
+def of_wide_product(w):
+    return jnp.sum((WIDE @ jnp.tile(w, 16)) ** 2)
 
 
 def by(change):
@@ -112,7 +116,8 @@ def two_states(w, state, other):
 
 def of_nnx():
     nnx = pytest.importorskip("flax.nnx")
-    model = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(16, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs))
     state = gs.TrainState.create(model, optax.adam(0.1))
 
     def step(state, x):
@@ -120,19 +125,19 @@ def of_nnx():
         _, extra, grads = state.value_and_grad(loss_fn)(x)
         return state.apply_gradients(grads, extra)
 
-    return step, (state, X)
+    return step, (state, jnp.ones((32, 16)))
 
 
 def of_equinox():
     eqx = pytest.importorskip("equinox")
-    state = gs.TrainState.create(eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0)), optax.adam(0.1))
+    state = gs.TrainState.create(eqx.nn.MLP(16, 1, 16, 1, key=jax.random.key(0)), optax.adam(0.1))
 
     def step(state, x):
         loss_fn = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)  # noqa: E731
         _, extra, grads = state.value_and_grad(gs.autocast(loss_fn))(x)
         return state.apply_gradients(grads, extra)
 
-    return step, (state, X)
+    return step, (state, jnp.ones((32, 16)))
 
 
 def of_optimizer(step, compiled=False, wrap=gs.optimizers.LossScaleOptimizer):
@@ -177,7 +182,12 @@ def pure():
     return step, ([w.value()], [v.value() for v in opt.variables])
 
 
-HALF = gs.autocast(lambda w: jnp.sum((X @ w) ** 2), loss_scale=2.0**10)
+def squares(w):
+    """A loss whose product is wide enough for half precision."""
+    return jnp.sum((jnp.ones((64, 48)) @ jnp.tile(w, 16)) ** 2)
+
+
+HALF = gs.autocast(squares, loss_scale=2.0**10)
 NORM = of_backward(lambda g: g / jnp.linalg.norm(g))
 SCALED = (W, STATE)
 
@@ -231,6 +241,19 @@ RIGHT = {
     ),
     "two states, each its own": (two_states, (W, STATE, TX.init(W))),
     "a state": (own, (WHOLE,)),
+    "a sign with true cotangents": (lambda w, s: of_hidden_layer(jnp.sign)(w, s), SCALED),
+    "a limit with true cotangents": (
+        lambda w, s: of_hidden_layer(lambda g: jnp.clip(g, -0.1, 0.1))(w, s),
+        SCALED,
+    ),
+    "a norm with true cotangents": (
+        lambda w, s: of_hidden_layer(lambda g: g / (1e-8 + jnp.linalg.norm(g)))(w, s),
+        SCALED,
+    ),
+    "a sign on each device with true cotangents": (
+        lambda w, s: of_sharded_layer(jnp.sign)(w, s),
+        SCALED,
+    ),
     "an ensemble": (
         jax.vmap(own),
         (jax.vmap(lambda w: gs.TrainState.create(w, optax.adam(0.1)))(jnp.ones((2, 3))),),
@@ -306,13 +329,19 @@ def of_backward_step(change):
     return lambda w, s: TX.update(grads_of(w, s, lambda w: plain(part(w))), s, w)
 
 
+def in_float16(change):
+    """A change to cotangents that is computed in float16, and so keeps the loss scale."""
+    return lambda g: change(g.astype(jnp.float16)).astype(jnp.float32)
+
+
 def of_hidden_layer(change):
     """The same in a network under autocast, between two products."""
     part = of_backward(change)
 
     @gs.autocast
     def network(w):
-        hidden = part(jnp.tanh(jnp.ones((4, 3)) @ jnp.outer(jnp.arange(3.0), w)))
+        w = jnp.tile(w, 16)
+        hidden = part(jnp.tanh(jnp.ones((64, 48)) @ jnp.outer(jnp.arange(48.0), w)))
         return jnp.mean((hidden @ w - 1) ** 2)
 
     return lambda w, s: TX.update(grads_of(w, s, network), s, w)
@@ -324,12 +353,12 @@ def of_sharded_layer(change):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     def network(w, x):
-        hidden = part(jnp.tanh(x @ jnp.outer(jnp.arange(3.0), w)))
-        return jax.lax.pmean(jnp.mean((hidden @ jnp.ones(3) - 1) ** 2), "data")
+        hidden = part(jnp.tanh(x @ jnp.outer(jnp.arange(48.0), jnp.tile(w, 16))))
+        return jax.lax.pmean(jnp.mean((hidden @ jnp.ones(48) - 1) ** 2), "data")
 
     specs = PartitionSpec(), PartitionSpec("data")
     mapped = jax.shard_map(network, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
-    half = gs.autocast(lambda w: mapped(w, jnp.ones((16, 3))))
+    half = gs.autocast(lambda w: mapped(w, jnp.ones((512, 48))))
     return lambda w, s: TX.update(grads_of(w, s, half), s, w)
 
 
@@ -341,7 +370,7 @@ def sam(w, state):
 
 def line_search(w, state):
     tx = gs.loss_scaled(optax.lbfgs())
-    state, half = tx.init(w), gs.autocast(lambda w: jnp.sum((X @ w) ** 2))
+    state, half = tx.init(w), gs.autocast(squares)
     loss, grads = gs.value_and_grad(half, state)(w)
     return tx.update(grads, state, w, value=loss, grad=grads, value_fn=half)
 
@@ -443,7 +472,7 @@ WRONG = {
     "a line search in float16": ("plain value_fn", "value_fn=lambda", line_search, SCALED),
     "a loss in float32": (
         "needless scale", r"gainstage\.train_step\(gainstage\.autocast\(loss_fn\)\)",
-        lambda w, s: TX.update(grads_of(w, s, lambda w: jnp.sum((X @ w) ** 2)), s, w), SCALED,
+        lambda w, s: TX.update(grads_of(w, s, of_wide_product), s, w), SCALED,
     ),
     "a norm in the backward pass": (
         "not in proportion", r"A division by .*locally_scaled\(part, 1 / loss_scale\)",
@@ -462,18 +491,18 @@ WRONG = {
         "not in proportion", "A product of two", of_backward_step(lambda g: g * g), SCALED,
     ),
     "a sign between two layers": (
-        "not in proportion", r"jnp\.sign at", of_hidden_layer(jnp.sign), SCALED,
+        "not in proportion", r"jnp\.sign at", of_hidden_layer(in_float16(jnp.sign)), SCALED,
     ),
     "a sign on each of eight devices": (
-        "not in proportion", r"jnp\.sign at", of_sharded_layer(jnp.sign), SCALED,
+        "not in proportion", r"jnp\.sign at", of_sharded_layer(in_float16(jnp.sign)), SCALED,
     ),
     "a limit between two layers": (
         "not in proportion", "A sum with numbers",
-        of_hidden_layer(lambda g: jnp.clip(g, -0.1, 0.1)), SCALED,
+        of_hidden_layer(in_float16(lambda g: jnp.clip(g, -0.1, 0.1))), SCALED,
     ),
     "a norm between two layers": (
         "not in proportion", "A division by",
-        of_hidden_layer(lambda g: g / (1e-8 + jnp.linalg.norm(g))), SCALED,
+        of_hidden_layer(in_float16(lambda g: g / (1e-8 + jnp.linalg.norm(g)))), SCALED,
     ),
     "a norm in the backward pass of train_step": (
         "not in proportion", "A division by",

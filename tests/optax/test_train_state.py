@@ -531,11 +531,11 @@ def test_a_scale_that_adapts_for_nothing_is_told_once(dtype, message):
     """Of a loss in float32, or in bfloat16, `train_step` says so at the first step alone."""
     network = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)  # noqa: E731
     step = gs.train_step(gs.autocast(network, dtype) if dtype else network)
-    state = gs.TrainState.create(jnp.ones((4, 4)), optax.sgd(0.1))
+    state = gs.TrainState.create(jnp.ones((16, 16)), optax.sgd(0.1))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(3):
-            state, _ = step(state, X)
+            state, _ = step(state, jnp.ones((16, 16)))
     assert [str(one.message)[: len(message)] for one in told] == [message]
     assert int(state.step) == 3
 
@@ -556,10 +556,10 @@ def test_a_scale_that_is_needed_or_fixed_is_not_told(kind):
 
     loss_fn = gs.autocast(network, kind) if kind == "float16" else network
     rule = gs.FixedLossScale(1.0) if kind == "a fixed scale" else None
-    state = gs.TrainState.create(jnp.ones((4, 4)), optax.sgd(0.1), rule=rule)
+    state = gs.TrainState.create(jnp.ones((16, 16)), optax.sgd(0.1), rule=rule)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        gs.train_step(loss_fn)(state, X)
+        gs.train_step(loss_fn)(state, jnp.ones((16, 16)))
 
 
 @pytest.mark.parametrize("where", ["aux", "extra"])

@@ -101,9 +101,7 @@ def _with_zeros(x: Any) -> Any:
 
 
 def is_backward_at(eqn: JaxprEqn) -> bool:
-    """Whether an equation is such a call, not differentiated yet."""
-    if eqn.primitive.name not in OWN_DERIVATIVE:
-        return False
+    """Whether an operation with its own derivative is such a call, not differentiated yet."""
     about = getattr(open_program(eqn.params["call_jaxpr"]), "debug_info", None)
     return str(getattr(about, "func_src_info", "")).startswith("gainstage_backward_at ")
 

@@ -28,7 +28,12 @@ from gainstage._base._jax import (
     is_differentiated,
     source_info_util,
 )
-from gainstage._programs.backward_at import backward_at, factor_of, is_backward_at
+from gainstage._programs.backward_at import (
+    OWN_DERIVATIVE,
+    backward_at,
+    factor_of,
+    is_backward_at,
+)
 from gainstage._programs.operations import Trait, names_with
 from gainstage._programs.scopes import KERNEL
 from gainstage._programs.true_cotangents import (
@@ -103,15 +108,12 @@ def bind(
     if "bwd" in own:  # of a `jax.custom_vjp`
         own["bwd"] = given_arrays(own["bwd"])
     scale = scale_of_cotangents() if "bwd" in own else None
-
-    def bound(*values: ArrayLike) -> list[jax.Array]:
-        found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(own))
-        return list(found) if eqn.primitive.multiple_results else [found]
-
     with inside(eqn), eqn.ctx.manager:
-        if scale is None:
-            return bound(*values)
-        return with_true_cotangents(bound, values, scale, own["num_consts"])
+        if scale is not None:
+            call = lambda *xs: eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(own))  # noqa: E731
+            return with_true_cotangents(call, values, scale, own["num_consts"])
+        found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(own))
+    return list(found) if eqn.primitive.multiple_results else [found]
 
 
 def bind_shared(
@@ -198,7 +200,7 @@ def changeable(eqn: JaxprEqn) -> list[tuple[AnyJaxpr, int | None]]:
     if name == "cond":
         branches = [] if is_kernel(eqn) else params["branches"]
         return [(branch, n) for n, branch in enumerate(branches)]
-    if is_backward_at(eqn):
+    if name in OWN_DERIVATIVE and is_backward_at(eqn):
         return [(params["call_jaxpr"], None)]
     program = None if name.startswith("custom_") else called(eqn)
     return [] if program is None else [(program, None)]
@@ -268,7 +270,7 @@ def rebuilt(
             check_vma=params["check_vma"],
         )(*values)
     body = function_of(program, (), None)
-    if is_backward_at(eqn):
+    if name in OWN_DERIVATIVE:  # of which only this can be changed
         scale, factor = scale_of_cotangents(), factor_of(eqn, values)
         whole = () if scale is None else (scale * factor,)
 

@@ -57,10 +57,10 @@ def advise(
         >>> import keras, numpy as np
         >>> from gainstage.interop.keras import advise
         >>> keras.utils.set_random_seed(0)
-        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+        >>> model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(16)])
         >>> model.compile("adam", "mse")
-        >>> x = np.random.default_rng(0).normal(size=(4, 32, 8))
-        >>> advice = advise(model, [(each, np.sin(each[:, :1])) for each in x])
+        >>> x = np.random.default_rng(0).normal(size=(4, 32, 16))
+        >>> advice = advise(model, [(each, np.sin(each)) for each in x])
         >>> for line in advice.recommended.code:
         ...     print(line)
         from gainstage.interop.keras import autocast

@@ -103,7 +103,7 @@ class Advice:
         >>> from gainstage import advise
         >>> x = jax.random.normal(jax.random.key(0), (2, 64, 16))
         >>> batches = [(x[0],), (x[1],)]
-        >>> advice = advise(lambda w, x: jnp.mean((x @ w) ** 2), jnp.ones((16, 4)), batches)
+        >>> advice = advise(lambda w, x: jnp.mean((x @ w) ** 2), jnp.ones((16, 16)), batches)
         >>> print(advice.recommended.name)
         bfloat16
 

@@ -123,15 +123,15 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
         >>> import jax, jax.numpy as jnp
         >>> def loss_fn(params, x):
         ...     return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
-        >>> params = {"w": jnp.full((4, 3), 0.1), "b": jnp.zeros(3)}
-        >>> loss, grads = jax.value_and_grad(gs.autocast(loss_fn))(params, jnp.ones((2, 4)))
+        >>> params = {"w": jnp.full((16, 16), 0.1), "b": jnp.zeros(16)}
+        >>> loss, grads = jax.value_and_grad(gs.autocast(loss_fn))(params, jnp.ones((16, 16)) / 4)
         >>> print(loss.dtype, grads["w"].dtype, f"{loss:.4f}")
         float32 float32 0.1443
 
         With a scale of its own, for a trainer that calls `jax.grad`:
 
         >>> trainer_loss = gs.autocast(loss_fn, loss_scale=2.0**15)
-        >>> same = jax.grad(trainer_loss)(params, jnp.ones((2, 4)))
+        >>> same = jax.grad(trainer_loss)(params, jnp.ones((16, 16)) / 4)
         >>> print(jnp.allclose(same["w"], grads["w"], rtol=0.01))
         True
 
@@ -248,8 +248,8 @@ class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a stat
         ...     h = x @ params
         ...     with gs.keep_float32():
         ...         return similarity(h, h).mean()
-        >>> x = jnp.ones((2, 3))
-        >>> print(str(jax.make_jaxpr(gs.autocast(loss_fn))(jnp.ones((3, 4)), x)).count("f16[2,2]"))
+        >>> w, x = jnp.ones((16, 16)), jnp.ones((32, 16))
+        >>> print(str(jax.make_jaxpr(gs.autocast(loss_fn))(w, x)).count("f16[32,32]"))
         0
 
     Source: `torch.autocast(enabled=False)`.

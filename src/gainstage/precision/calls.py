@@ -23,7 +23,7 @@ class Call:
     dtype: np.dtype  # the half-precision dtype
     need: Need = Need.NOTHING  # what of it must be exact
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name of the operation."""
         return self.eqn.primitive.name
@@ -43,6 +43,11 @@ class Call:
     def is_half(self) -> bool:
         """Whether all of these are."""
         return bool(self.held) and all(self.held)
+
+    @property
+    def has_one_batch(self) -> bool:
+        """Whether `jax.vmap` gives one of two operands another axis, which is a side then."""
+        return len({is_batched(value.x) for value in self.floats}) > 1
 
     @property
     def is_batched(self) -> bool:

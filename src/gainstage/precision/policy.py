@@ -18,8 +18,9 @@ from jax import lax
 
 from gainstage._base._jax import JaxprEqn, Tracer, is_differentiated
 from gainstage._programs import jaxprs, patterns
+from gainstage._programs.backward_at import OWN_DERIVATIVE
 from gainstage._programs.in_dtype import converted, in_dtype, in_range, is_float32
-from gainstage._programs.operations import PRODUCTS, Trait, names_with
+from gainstage._programs.operations import MOVES, PRODUCTS, Trait, names_with
 from gainstage._programs.patterns import moves, power_of
 from gainstage.precision.calls import Call
 from gainstage.precision.needs import Need
@@ -124,7 +125,8 @@ WIDE_PRODUCTS = (
         "needs.py",
     ),
     Product(
-        "small matrices", Width.ALL, lambda call: patterns.is_small(call.eqn),
+        "small matrices", Width.ALL,
+        lambda call: patterns.is_small(call.eqn) and not call.has_one_batch,
         "no unit computes them faster",
     ),
     Product("an outer product", Width.ALL, _is_outer, "it adds nothing up"),
@@ -159,9 +161,10 @@ class Follower(NamedTuple):
     """A row of the list of what follows a product in half precision."""
 
     name: str
+    operations: frozenset[str]
     holds: Callable[[Call], bool]
     compute: Callable[[Call], list[Retraced]]
-    saves: str  # bytes that are read and written, or temporaries, of a large model on an H100
+    saves: str  # at most, of what a large model reads and writes on an H100, or of its temporaries
 
 
 def _follows(call: Call) -> bool:
@@ -174,41 +177,29 @@ def _follows(call: Call) -> bool:
     return call.others <= {Kind.FREE, Kind.NORMALISED}
 
 
-def _is(*names: str) -> Callable[[Call], bool]:
-    """Whether an operation that may follow is one of these."""
-    return lambda call: call.name in names and _follows(call)
-
-
 def _multiplies(call: Call) -> bool:
-    """Whether an operation that may follow is a product of elements, of different ones, and by no
-    large number."""
+    """Whether a product of elements may follow: one of different ones, by no large number."""
     is_by_much = any(abs(x) >= LARGE_FACTOR for x in call.numbers)
-    return call.name == "mul" and not power_of(call.eqn) and not is_by_much and _follows(call)
+    return not is_by_much and not power_of(call.eqn) and _follows(call)
 
 
 def _is_normalised(call: Call) -> bool:
     """Whether the factor or the bias of a normalisation, which is broadcast, meets its result."""
     is_pair = call.others == {Kind.FREE, Kind.NORMALISED} and bool(call.broadcast)
-    is_cheap = call.name in ("mul", "add", "sub")
-    return is_cheap and is_pair and not any(call.held) and not call.need
+    return is_pair and not any(call.held) and not call.need
 
 
-def _is_bounded_power(call: Call) -> bool:
-    """Whether an operation is a bounded function of powers, as in a GELU."""
-    of_power = any(value.kind is Kind.POWER for value in call.floats)
-    return of_power and call.name in BOUNDED and not call.need
+def _is_of_power(call: Call) -> bool:
+    """Whether an operand is made of powers."""
+    return not call.need and any(value.kind is Kind.POWER for value in call.floats)
 
 
 def _is_activation(call: Call) -> bool:
     """Whether an operation is a function such as `relu`: cheap, with its own derivative."""
-    eqn = call.eqn
-    if not call.is_half or call.need or call.name != "custom_jvp_call":
+    if not call.is_half or call.need or not all(map(is_float32, call.eqn.invars)):
         return False
-    parts = jaxprs.equations(eqn.params["call_jaxpr"])
-    is_single = all(map(is_float32, eqn.invars))
-    return is_single and all(
-        moves(e) or e.primitive.name in CHEAP or jaxprs.called(e) for e in parts
-    )
+    parts = jaxprs.equations(call.eqn.params["call_jaxpr"])
+    return all(moves(e) or e.primitive.name in CHEAP or jaxprs.called(e) for e in parts)
 
 
 def half(call: Call, is_planned: bool = False) -> list[Retraced]:
@@ -294,10 +285,6 @@ def activated(call: Call) -> list[Retraced]:
     return [Retraced(x) for x in activation(*(value.x for value in call.floats))]
 
 
-def _has_own_derivative(call: Call) -> bool:
-    return call.is_half and call.name.startswith("custom_")
-
-
 def _result_in_half(call: Call) -> list[Retraced]:
     """The result of a function with its own derivative, such as `softplus`, in half precision where
     it has the shape of an operand."""
@@ -312,21 +299,37 @@ def _result_in_half(call: Call) -> list[Retraced]:
 
 
 CHEAP = names_with(Trait.CHEAP)
+MOVED = (MOVES | {"convert_element_type"}) - jaxprs.OF_DEVICES
+OWN = frozenset(("custom_jvp_call", *OWN_DERIVATIVE))
 FOLLOWERS = (
+    Follower("a move", MOVED, lambda call: moves(call.eqn) and _follows(call), half, ""),
+    Follower("a bias or a residual", frozenset(("add", "sub")), _follows, half, ""),
+    Follower("a gate or a factor", frozenset(("mul",)), _multiplies, half, ""),
     Follower(
-        "a move", lambda call: moves(call.eqn) and call.name not in jaxprs.OF_DEVICES
-        and _follows(call), half, "",
+        "a choice", frozenset(("max", "min", "select_n", "clamp", "abs", "neg", "sign")),
+        _follows, half, "",
     ),
-    Follower("a bias or a residual", _is("add", "sub", "add_any"), half, ""),
-    Follower("a gate or a factor", _multiplies, half, ""),
-    Follower("a choice", _is("max", "min", "select_n", "clamp", "abs", "neg", "sign"), half, ""),
-    Follower("a bounded function", _is("tanh", "logistic", "erf"), half, ""),
-    Follower("a normalisation's factor and bias", _is_normalised, half, ""),
-    Follower("a power", lambda call: call.is_half and bool(power_of(call.eqn)), raised, ""),
-    Follower("a bounded function of a power", _is_bounded_power, _bounded, ""),
-    Follower("an activation", _is_activation, activated, ""),
-    Follower("a function with its own derivative", _has_own_derivative, _result_in_half, ""),
+    Follower("a bounded function", frozenset(("tanh", "logistic", "erf")), _follows, half, ""),
+    Follower(
+        "a normalisation's factor and bias", frozenset(("mul", "add", "sub")), _is_normalised,
+        half, "",
+    ),
+    Follower(
+        "a power", frozenset(("mul", "square", "integer_pow")),
+        lambda call: call.is_half and bool(power_of(call.eqn)), raised, "",
+    ),
+    Follower("a bounded function of a power", frozenset(BOUNDED), _is_of_power, _bounded, ""),
+    Follower(
+        "an activation", frozenset(("custom_jvp_call",)), _is_activation, activated, "",
+    ),
+    Follower(
+        "a function with its own derivative", OWN, lambda call: call.is_half, _result_in_half, "",
+    ),
 )  # fmt: skip
+BY_OPERATION: dict[str, list[Follower]] = {}
+for _row in FOLLOWERS:
+    for _name in _row.operations:
+        BY_OPERATION.setdefault(_name, []).append(_row)
 
 
 def constant_of(x: Any, dtype: np.dtype) -> Retraced:
@@ -347,7 +350,7 @@ def default(call: Call, without: frozenset[str] = frozenset()) -> list[Retraced]
     """
     if call.name in PRODUCTS:
         return multiplied(call, width(call, without))
-    for row in FOLLOWERS:
+    for row in BY_OPERATION.get(call.name, ()):
         if row.name not in without and row.holds(call):
             return row.compute(call)
     return wide(call)
@@ -357,9 +360,9 @@ def measured(call: Call) -> list[Retraced]:
     """The results of an operation that a plan keeps in float32, or says nothing of."""
     if call.is_half and power_of(call.eqn):
         return raised(call)
-    if _is_activation(call):
+    if call.name == "custom_jvp_call" and _is_activation(call):
         return activated(call)
-    return _result_in_half(call) if _has_own_derivative(call) else wide(call)
+    return _result_in_half(call) if call.is_half and call.name in OWN else wide(call)
 
 
 def multiplied(call: Call, width: Width) -> list[Retraced]:
