@@ -36,7 +36,9 @@ from .any_function import FACTORS, FLAGS, KEEP_ROUNDINGS, gradient, rounded
 from .any_function_page import RIGHT
 from .autocast_keeps_the_gradient import error, scaled
 from .functions import Function, corpus
+from .functions.reports import REPORTS
 from .functions.spaces import JAX
+from .functions.twins import is_narrow, twin_of
 
 NEEDS = [need.name for need in Need if need.name]
 ROWS = {
@@ -46,6 +48,7 @@ ROWS = {
 }
 SWITCHES = [name for names in ROWS.values() for name in names]
 CLASSES = ("right", "refused", "loud", "silent")
+PARTS = ("functions", "twins", "reports")
 OUTPUT = RESULTS / "autocast" / "rules.json"
 
 # ── gradients ────────────────────────────────────────────────────────────────────────────────────
@@ -106,7 +109,7 @@ def text_of(loss: Callable[..., Any], function: Function) -> str:
 
 def large_models() -> dict[str, Callable[[], tuple[Any, Any, Any]]]:
     """The losses of large models, with the shapes of their parameters and of a batch."""
-    from .autocast_models import MODELS
+    from .autocast_models import MODELS, resnet
 
     def of(build: Callable[..., Any]) -> tuple[Any, Any, Any]:
         model = build(large=True)
@@ -114,6 +117,9 @@ def large_models() -> dict[str, Callable[[], tuple[Any, Any, Any]]]:
 
     models = {name: functools.partial(of, build) for name, build in MODELS.items()}
     return models | {
+        "ResNet with mish (Linen)": functools.partial(
+            of, functools.partial(resnet, activation="mish")
+        ),
         "LoRA, rank 8": functools.partial(low_rank, 8),
         "LoRA, rank 4": functools.partial(low_rank, 4),
         "recurrent cell, batches of 8": recurrent_cell,
@@ -249,7 +255,7 @@ def write(found: Mapping[str, Any], path: Path) -> None:
     """Writes the results, a line for each function."""
     part = path.with_suffix(".part")
     blocks = [f'"environment": {json.dumps(found.get("environment", {}))}']
-    for name in ("functions", "twins", "reports", "models"):
+    for name in (*PARTS, "models"):
         rows = ",\n".join(f"{json.dumps(n)}: {json.dumps(r)}" for n, r in found[name].items())
         blocks.append(f'"{name}": {{\n{rows}\n}}')
     part.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
@@ -266,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=file_to_write, default=OUTPUT)
     options = parser.parse_args(argv)
     os.environ.setdefault("XLA_FLAGS", FLAGS)
-    found: dict[str, Any] = {"functions": {}, "twins": {}, "reports": {}, "models": {}}
+    found: dict[str, Any] = {name: {} for name in (*PARTS, "models")}
     if options.output.exists():
         found |= json.loads(options.output.read_text())
     switches = [] if options.no_switches else SWITCHES
@@ -288,13 +294,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         found[part][name], found["environment"] = measure(), environment()
         write(found, options.output)
         jax.clear_caches()
-    print(table(found), *(said(p, found[p]) for p in parts() if found[p]), sep="\n\n")
+    print(table(found), *(said(p, found[p]) for p in PARTS if found[p]), sep="\n\n")
     print(f"{time.perf_counter() - start:.0f} s")
 
 
 def parts() -> dict[str, dict[str, Function]]:
     """The functions of each part of the study."""
-    return {"functions": corpus()}
+    narrow = {name: function for name, function in corpus().items() if is_narrow(function)}
+    twins = {name: twin_of(function, has_gradient) for name, function in narrow.items()}
+    wide = {name: twin for name, twin in twins.items() if twin is not None}
+    print(f"{len(wide)} of {len(narrow)} functions with narrow products have a wide twin")
+    return {"functions": corpus(), "twins": wide, "reports": REPORTS}
+
+
+def has_gradient(function: Function) -> bool:
+    """Whether a function has a gradient that float16 inputs do not move."""
+    program = compiled(function.loss(JAX))
+    exact = gradient(program, *function.arguments())
+    if exact is None or not any(g.any() for g in exact):
+        return False
+    once = gradient(program, *map(rounded, function.arguments()))
+    return once is not None and error(once, exact) <= RIGHT
 
 
 if __name__ == "__main__":

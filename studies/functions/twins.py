@@ -7,7 +7,6 @@ products are wide, and whose gradient float16 inputs do not move.
 """
 
 import ast
-import functools
 import inspect
 import itertools
 import math
@@ -15,43 +14,35 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import jax
 
 from gainstage._programs import jaxprs, patterns
+from gainstage._programs.operations import PRODUCTS
 
-from . import Function, corpus
+from . import Function
 from .spaces import JAX
 
 WIDE = 64
 LARGEST = 2**22  # numbers in all arrays of a twin
 # Numbers below this are also exponents, axes and factors, so they are sizes only where one stands.
 UNCLEAR = 5
-TAKES_SIZES = {"reshape", "eye", "zeros", "ones", "arange", "one_hot", "linspace", "tile", "full",
-               "split", "repeat", "broadcast_to", "segment_sum", "segment_max", "identity"}  # fmt: skip
+TAKES_SIZES = {"reshape", "eye", "zeros", "ones", "arange", "one_hot", "linspace", "tile",
+               "full", "split", "repeat", "broadcast_to", "segment_sum", "segment_max"}  # fmt: skip
 
 
-def products(function: Function) -> list[tuple[int, ...]]:
-    """The sides of all products of a function; a convolution counts as narrow."""
+def products(function: Function) -> list[tuple[int, ...] | None]:
+    """The sides of all products of a function; None of a convolution."""
     params, data = function.arguments()
     program = jax.make_jaxpr(function.loss(JAX))(params, data)
-    each = [e for e in jaxprs.equations(program) if e.primitive.name in jaxprs_products()]
-    return [patterns.sides(e) or (0, 0, 0) for e in each]
-
-
-@functools.cache
-def jaxprs_products() -> frozenset[str]:
-    """The names of the products among operations."""
-    from gainstage._programs.operations import PRODUCTS
-
-    return PRODUCTS
+    each = [e for e in jaxprs.equations(program) if e.primitive.name in PRODUCTS]
+    return [patterns.sides(e) for e in each]
 
 
 def is_narrow(function: Function) -> bool:
     """Whether a function has products, and all of them a narrow side."""
     found = products(function)
-    return bool(found) and all(min(sides) <= patterns.NARROW for sides in found)
+    return bool(found) and all(s is not None and min(s) <= patterns.NARROW for s in found)
 
 
 class _Sizes(ast.NodeTransformer):
@@ -83,11 +74,11 @@ class _Sizes(ast.NodeTransformer):
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         """A number that is a size is replaced."""
-        is_int = isinstance(node.value, int) and not isinstance(node.value, bool)
-        if is_int and node.value in self._sizes:
-            if node.value >= UNCLEAR or self._is_size:
-                return ast.copy_location(ast.Constant(self._sizes[node.value]), node)
-        return node
+        value = node.value
+        is_size = isinstance(value, int) and not isinstance(value, bool) and value in self._sizes
+        if not is_size or not (value >= UNCLEAR or self._is_size):
+            return node
+        return ast.copy_location(ast.Constant(self._sizes[value]), node)
 
 
 def written_again(function: Function, sizes: Mapping[int, int], everywhere: bool) -> Function:
@@ -148,13 +139,8 @@ def twin_of(function: Function, is_right: Callable[[Function], bool]) -> Functio
             warnings.simplefilter("ignore")
             try:
                 found = products(build)
-                if min(map(min, found)) >= WIDE and is_right(build):
+                if all(min(sides or (0,)) >= WIDE for sides in found) and is_right(build):
                     return build
             except Exception:
                 continue
     return None
-
-
-def twins(is_right: Callable[[Function], bool]) -> dict[str, Any]:
-    """For each function with narrow products alone, its wide twin, or None."""
-    return {n: twin_of(f, is_right) for n, f in corpus().items() if is_narrow(f)}

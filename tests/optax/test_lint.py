@@ -36,6 +36,35 @@ def of_wide_product(w):
     return jnp.sum((WIDE @ jnp.tile(w, 16)) ** 2)
 
 
+@gs.autocast
+def in_half(w):
+    """A network in half precision."""
+    hidden = jnp.tanh(WIDE @ jnp.outer(jnp.arange(48.0), jnp.tile(w, 16)))
+    return jnp.mean((hidden @ jnp.tile(w, 16) - 1) ** 2)
+
+
+def two_losses(other, weight=lambda first, second: 1.0):
+    """A step of the sum of two gradients, of which the first one is scaled."""
+
+    def step(w, state):
+        first, second = grads_of(w, state, in_half), other(w, state)
+        return TX.update(first + weight(first, second) * second, state, w)
+
+    return step
+
+
+def skipped_by(rule):
+    """A step that is taken by a rule of one's own, which chooses between two states."""
+
+    def step(w, state):
+        grads = grads_of(w, state, in_half)
+        updates, after = TX.update(grads, state, w)
+        new, old = (apply_updates(w, updates, after), after), (w, state)
+        return jax.tree.map(lambda a, b: jnp.where(rule(jnp.linalg.norm(grads)), a, b), new, old)
+
+    return step
+
+
 def by(change):
     """A loop whose gradients are changed before the update."""
     return lambda w, state: TX.update(change(grads_of(w, state), state), state, w)
@@ -241,6 +270,16 @@ RIGHT = {
     ),
     "two states, each its own": (two_states, (W, STATE, TX.init(W))),
     "a state": (own, (WHOLE,)),
+    "two losses of one state": (
+        two_losses(lambda w, s: grads_of(w, s, in_half), lambda a, b: jnp.max(a) / jnp.max(b)),
+        SCALED,
+    ),
+    "a second gradient in float32": (two_losses(lambda w, s: jax.grad(plain)(w)), SCALED),
+    "a decay of weights": (two_losses(lambda w, s: 0.1 * w), SCALED),
+    "a skip of finite steps alone": (
+        skipped_by(lambda norm: (norm < 3) | ~jnp.isfinite(norm)),
+        SCALED,
+    ),
     "a sign with true cotangents": (lambda w, s: of_hidden_layer(jnp.sign)(w, s), SCALED),
     "a limit with true cotangents": (
         lambda w, s: of_hidden_layer(lambda g: jnp.clip(g, -0.1, 0.1))(w, s),
@@ -503,6 +542,17 @@ WRONG = {
     "a norm between two layers": (
         "not in proportion", "A division by",
         of_hidden_layer(in_float16(lambda g: g / (1e-8 + jnp.linalg.norm(g)))), SCALED,
+    ),
+    "one of two gradients without the scale": (
+        "one not scaled", r"state\.value_and_grad\(other_loss\)",
+        two_losses(lambda w, s: jax.grad(in_half)(w)), SCALED,
+    ),
+    "one of two gradients without the scale, with a weight": (
+        "one not scaled", r"state\.value_and_grad\(other_loss\)",
+        two_losses(lambda w, s: jax.grad(in_half)(w), lambda a, b: jnp.max(a) / jnp.max(b)), SCALED,
+    ),
+    "a skip by a rule of one's own": (
+        "scale thrown away", r"apply_if=condition", skipped_by(lambda norm: norm < 3), SCALED,
     ),
     "a norm in the backward pass of train_step": (
         "not in proportion", "A division by",

@@ -5,9 +5,7 @@ library marks some values of a program by `jax.ad_checkpoint.checkpoint_name`, w
 nothing; what is known of them is what `marks_of` returns. What is not known says nothing.
 """
 
-import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fractions import Fraction
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -17,58 +15,23 @@ from gainstage._base._jax import JaxprEqn, Tracer, Var
 from gainstage._base._jax import Literal as Written
 from gainstage._programs import jaxprs
 from gainstage._programs.jaxprs import AnyJaxpr
-from gainstage._programs.operations import PRODUCTS
+from gainstage._programs.operations import DOES, PRODUCTS, Does
 from gainstage._programs.places import is_library, line_of
 
 PREFIX = "gainstage:"  # of the names of marks
+LOST = "lost"  # the mark of a result that may be a loss scale before an update
 OWN = "own"  # the unit of a loss that scales itself, by no state
 
 Unit: TypeAlias = Any  # a loss scale: where it comes from
-Powers: TypeAlias = tuple[tuple[Unit, Fraction | int], ...]
+Powers: TypeAlias = tuple[tuple[Unit, int], ...]
 # The powers of the loss scales; "any" of 0, inf and NaN; None if they are not known.
 Degree: TypeAlias = Powers | Literal["any"] | None
 FREE: Literal["any"] = "any"
 ONE: Powers = ()
 
 
-# ── the table ────────────────────────────────────────────────────────────────────────────────────
-
-
-class Does(enum.Enum):
-    """What an operation does to the degrees of its operands."""
-
-    KEEP = enum.auto()  # the degree of the first operand; indices and shapes have none
-    SUM = enum.auto()  # the degree of all operands, if it is the same
-    TIMES = enum.auto()
-    DIVIDE = enum.auto()
-    POWER = enum.auto()
-    FORGET = enum.auto()  # no degree, whatever the operands have
-    EACH = enum.auto()  # each result has that of its own operand
-
-
 _D = Does
-_TABLE: tuple[tuple[str, Does], ...] = (
-    ("neg abs real imag conj copy copy_p convert_element_type reduce_precision", _D.KEEP),
-    ("reshape broadcast_in_dim transpose squeeze expand_dims rev split", _D.KEEP),
-    ("slice dynamic_slice gather take top_k bitcast_convert_type name unstack", _D.KEEP),
-    ("reduce_sum reduce_max reduce_min cumsum cummax cummin fft", _D.KEEP),
-    ("reduce_window_sum reduce_window_max reduce_window_min", _D.KEEP),
-    ("select_and_scatter_add select_and_gather_add", _D.KEEP),  # of what the maximum chooses
-    ("round floor ceil", _D.KEEP),
-    ("psum psum2 psum_invariant pmax pmin pmean all_gather all_gather_invariant", _D.KEEP),
-    ("all_to_all ppermute reduce_scatter pvary pcast pbroadcast reshard device_put", _D.KEEP),
-    ("sharding_constraint layout_constraint", _D.KEEP),
-    ("add sub add_any max min pad clamp concatenate stack select_n complex nextafter rem", _D.SUM),
-    ("scatter scatter-add scatter_add dynamic_update_slice", _D.SUM),
-    (" ".join((*PRODUCTS, "mul")), _D.TIMES),
-    ("div triangular_solve", _D.DIVIDE),
-    ("square sqrt rsqrt cbrt integer_pow pow", _D.POWER),
-    ("eq ne lt gt le ge eq_to lt_to le_to is_finite sign not and or xor", _D.FORGET),
-    ("argmax argmin reduce_and reduce_or iota axis_index", _D.FORGET),
-    ("optimization_barrier sort", _D.EACH),
-)
-DOES: Mapping[str, Does] = {name: does for names, does in _TABLE for name in names.split()}
-_POWERS = {"square": 2, "sqrt": Fraction(1, 2), "rsqrt": Fraction(-1, 2), "cbrt": Fraction(1, 3)}
+_POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
 # What keeps a number finite, and how a user calls it.
 BOUNDING = {"clamp": "jax.lax.clamp", "sign": "jnp.sign", "tanh": "jnp.tanh", "erf": "jax.lax.erf",
            "logistic": "jax.nn.sigmoid", "atan": "jnp.arctan"}  # fmt: skip
@@ -80,6 +43,7 @@ _MOVES = {n for n, does in DOES.items() if does in (_D.KEEP, _D.SUM)} - {
 }  # fmt: skip
 _ADDS = {"reduce_sum", "cumsum", "reduce_window_sum"}  # numbers of one operand
 TO_FLOAT16, CLIP, WHERE = "float16", "jnp.clip", "jnp.where(jnp.isfinite(...), ...)"
+UNSCALED = "a gradient without the scale"  # is added to one that had it
 ROUNDS = {"round": "jnp.round", "floor": "jnp.floor", "ceil": "jnp.ceil"}
 
 
@@ -109,6 +73,9 @@ class Seen(NamedTuple):
     bounds: frozenset[str] = frozenset()  # how numbers limit it
     origin: Any = None  # the argument, the constant or the result that it is
     still: bool = False  # a loop does not change it
+    is_bare: bool = False  # a backward pass in float16 has made it, without a loss scale
+    is_new: bool = False  # it is the loss scale after an update
+    chosen: JaxprEqn | None = None  # what has chosen between that and another one
     flaws: tuple[Flaw, ...] = ()
     last: JaxprEqn | None = None  # the equation that has changed the degree last
 
@@ -119,19 +86,23 @@ def product(a: Degree, b: Degree, sign: int = 1) -> Degree:
         return FREE
     if a is None or b is None:
         return None
-    powers: dict[Unit, Fraction | int] = dict(a)
+    powers: dict[Unit, int] = dict(a)
     for unit, n in b:
         powers[unit] = powers.get(unit, 0) + sign * n
     return tuple(sorted(((unit, n) for unit, n in powers.items() if n), key=repr))
 
 
-def power_of(degree: Degree, unit: Unit) -> Fraction | int:
+def power_of(degree: Degree, unit: Unit) -> int:
     """The power of one loss scale in a degree; 0 if it is not known."""
     return 0 if degree in (FREE, None) else dict(degree).get(unit, 0)
 
 
 def _raised(degree: Degree, n: Any) -> Degree:
-    return degree if degree in (FREE, None) else tuple((unit, p * n) for unit, p in degree)
+    if degree in (FREE, None):
+        return degree
+    powers = [(unit, p * n) for unit, p in degree]
+    is_whole = all(float(p).is_integer() for _, p in powers)
+    return tuple((unit, int(p)) for unit, p in powers) if is_whole else None
 
 
 def _common(degrees: Iterable[Degree]) -> Degree:
@@ -159,6 +130,9 @@ def _joined(values: Sequence[Seen]) -> Seen:
                 first.bounds | x.bounds,
                 first.origin if first.origin == x.origin else None,
                 first.still and x.still,
+                first.is_bare or x.is_bare,
+                first.is_new or x.is_new,
+                first.chosen or x.chosen,
                 _merged(x.flaws, first.flaws),
                 first.last or x.last,
             )
@@ -244,9 +218,32 @@ def _result(eqn: JaxprEqn, xs: Sequence[Seen], variable: Var, is_inside: bool) -
         bounds,
         xs[0].origin if name in ("convert_element_type", "copy") else ("made", id(variable)),
         bool(xs) and all(x.still or x.number is not None for x in xs),
+        _is_bare(eqn, xs, is_inside),
+        name in _MOVES and any(x.is_new for x in xs),
+        _choice(eqn, xs),
         _merged(kept, new),
         eqn if changes else next((x.last for x in xs if x.last is not None), None),
     )
+
+
+def _is_bare(eqn: JaxprEqn, xs: Sequence[Seen], is_inside: bool) -> bool:
+    """Whether a backward pass in float16 without a loss scale has made a result, or most of it."""
+    if eqn.primitive.name in ("mul", "div"):  # a weight may have had the scale
+        return any(x.is_bare and not x.spread for x in xs)
+    if eqn.primitive.name in _MOVES and not is_inside:
+        return any(x.is_bare for x in xs)
+    is_half = any(x.half for x in xs) or _is_half_product(eqn)
+    return is_inside and is_half and not any(x.through for x in xs)
+
+
+def _choice(eqn: JaxprEqn, xs: Sequence[Seen]) -> JaxprEqn | None:
+    """What has chosen between the loss scale after an update and another one, by something else
+    than what is finite."""
+    of = xs[1:] if eqn.primitive.name == "select_n" else xs
+    is_new = [x.is_new for x in of]
+    if eqn.primitive.name == "select_n" and any(is_new) and not all(is_new) and not xs[0].asks:
+        return eqn
+    return next((x.chosen for x in of if x.chosen is not None), None)
 
 
 def _is_backward(eqn: JaxprEqn) -> bool:
@@ -295,6 +292,9 @@ def _new_flaws(eqn: JaxprEqn, xs: Sequence[Seen], degree: Degree) -> list[str]:
         return [WHERE]
     if name in ("max", "min") and _bounds(eqn, xs) >= {"max", "min"}:
         return [CLIP]
+    if name in ("add", "add_any", "sub") and degree == ONE:
+        are_bare = [x.is_bare for x in xs]
+        return [UNSCALED] if any(are_bare) and not all(are_bare) else []
     is_narrow = name == "convert_element_type" and eqn.params["new_dtype"] == np.float16
     return [TO_FLOAT16] if is_narrow and degree == ONE else []
 
@@ -379,7 +379,9 @@ class _Reading:
     def whole(self, program: AnyJaxpr) -> None:
         """Reads a program from its arguments on."""
         arguments = range(len(jaxprs.open_jaxpr(program).invars))
-        self._run(program, [self._seen(Seen(origin=("argument", i))) for i in arguments])
+        found = self._run(program, [self._seen(Seen(origin=("argument", i))) for i in arguments])
+        lost = [x for x in found if x.is_new and x.chosen is not None]
+        self.marks += [Mark(LOST, (), x, x.chosen, line_of(x.chosen)) for x in lost if x.chosen]
 
     def _seen(self, x: Seen) -> Seen:
         """A value, which has a unit if it is known to be a loss scale."""
@@ -490,7 +492,7 @@ class _Reading:
                 x = x._replace(degree=((unit, 1),), number=None)
         elif name == "new":  # the scale of the state after an update is that before, later
             state = next((mark for mark in reversed(self.marks) if mark.name == "state"), None)
-            x = Seen(state.value.degree if state else None)
+            x = Seen(state.value.degree if state else None, is_new=True)
         elif name == OWN:
             x = Seen(x.degree, x.through | {OWN}, derived=x.derived)
         elif name == "summed":
@@ -548,4 +550,4 @@ def _unknown(xs: Sequence[Seen]) -> Seen:
 
 
 def _without_places(x: Seen) -> Seen:
-    return x._replace(last=None, flaws=(), origin=None)
+    return x._replace(last=None, flaws=(), origin=None, chosen=None)

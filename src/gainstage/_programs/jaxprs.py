@@ -272,10 +272,10 @@ def rebuilt(
     body = function_of(program, (), None)
     if name in OWN_DERIVATIVE:  # of which only this can be changed
         scale, factor = scale_of_cotangents(), factor_of(eqn, values)
-        whole = () if scale is None else (scale * factor,)
+        whole = None if scale is None else scale * factor
 
-        def inner(whole: Sequence[jax.Array], *values: V) -> list[V]:
-            with cotangents_times(*whole or [None]):
+        def inner(whole: jax.Array | None, *values: V) -> list[V]:
+            with cotangents_times(whole):
                 return body(*values)
 
         return list(backward_at(inner, factor)(whole, *values))

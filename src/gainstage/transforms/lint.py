@@ -9,7 +9,7 @@ import jax
 
 from gainstage._base._jax import JaxprEqn
 from gainstage._programs import degrees
-from gainstage._programs.degrees import FREE, ONE, OWN, Mark, Seen, power_of, product
+from gainstage._programs.degrees import FREE, LOST, ONE, OWN, Mark, Seen, power_of, product
 from gainstage._programs.places import line_of
 from gainstage._variables.bridge import recorded
 from gainstage._variables.sharding import SUMMED
@@ -77,6 +77,16 @@ _TEXTS = {
         "{line} asks by the state that the update at {update} got whether its step was applied, "
         "which tells of the step before. Pass the state that the update returned: updates, "
         "opt_state = tx.update(grads, opt_state, params)."
+    ),
+    "one not scaled": (
+        "A gradient without the loss scale is added to one that had it, at {line}, before the "
+        "update at {update}: what is small in it is lost. Compute it by the same state, as in "
+        "state.value_and_grad(other_loss)(*batch)."
+    ),
+    "scale thrown away": (
+        "{line} chooses between the state before the update at {update} and that after it, so a "
+        "lower loss scale is thrown away with the step, and the next one overflows again. Let the "
+        "update choose: tx.update(grads, opt_state, params, apply_if=condition)."
     ),
     "summed": SUMMED.format(at="that is differentiated at {line}", over="{over}"),
     "no use": (
@@ -226,6 +236,9 @@ def faults_in(marks: Sequence[Mark]) -> list[Fault]:
         elif mark.name == "state":
             found |= dict.fromkeys(_of_update(state, by, grads))
             state, by, grads = mark, mark if "divides" in mark.options else None, []
+        elif mark.name == LOST and state:
+            if "fixed" not in state.options:
+                found[_fault("scale thrown away", state, mark.eqn)] = None
         elif mark.name == "by":
             by = mark
         elif mark.name == "summed":
@@ -323,7 +336,9 @@ def _of_gradient(x: Seen, state: Mark, by: Mark | None) -> Iterator[Fault]:
     for flaw in x.flaws if "chosen" not in state.options else ():
         if flaw.is_inside:
             continue
-        if flaw.name == degrees.TO_FLOAT16:
+        if flaw.name == degrees.UNSCALED:
+            yield _fault("one not scaled", state, flaw.eqn)
+        elif flaw.name == degrees.TO_FLOAT16:
             yield _fault("narrow", state, flaw.eqn)
         else:
             remedy = _REMEDIES.get(flaw.name, _INSIDE.format(inner="your transformation"))

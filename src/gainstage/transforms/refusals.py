@@ -12,7 +12,7 @@ from gainstage._base._jax import Tracer
 from gainstage._base.checks import brief
 from gainstage._programs import jaxprs
 from gainstage._programs.operations import PRODUCTS
-from gainstage._programs.patterns import is_small
+from gainstage._programs.patterns import is_small, terms_of
 from gainstage._variables.types import OptState, PyTree, Structure
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
@@ -118,7 +118,7 @@ def needless_scale(program: jaxprs.AnyJaxpr) -> str | None:
             return None
         found = {getattr(variable.aval, "dtype", None) for variable in eqn.invars} - {None}
         dtypes |= found
-        if eqn.primitive.name in PRODUCTS and not is_small(eqn):
+        if eqn.primitive.name in PRODUCTS and not is_small(eqn) and terms_of(eqn) > 1:
             products |= found
     floats = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
     small = {dtype for dtype in floats if dtype.itemsize < 4}
