@@ -26,12 +26,12 @@ import jax.numpy as jnp
 from rich.progress import track
 
 import gainstage as gs
-from benchmarks.harness import environment, file_to_write
+from benchmarks.harness import between_marks, environment, file_to_write
 from gainstage.precision.autocast import without
 from gainstage.precision.needs import FACTS, Need
 from gainstage.precision.policy import FOLLOWERS, WIDE_PRODUCTS
 
-from . import RESULTS
+from . import DOCS, RESULTS
 from .any_function import FACTORS, FLAGS, KEEP_ROUNDINGS, gradient, rounded
 from .any_function_page import RIGHT
 from .autocast_keeps_the_gradient import error, scaled
@@ -47,8 +47,16 @@ ROWS = {
     "needs": [*NEEDS, *FACTS],
 }
 SWITCHES = [name for names in ROWS.values() for name in names]
+COST = {"small matrices", "a narrow result"}
+POLICIES: dict[str, Callable[[Any], Any]] = {
+    "products by cost alone, all else float32": lambda loss: without(
+        loss, *(name for name in SWITCHES if name not in COST)
+    ),
+    "all of it cast by hand": lambda loss: in_half(loss),
+}
 CLASSES = ("right", "refused", "loud", "silent")
 PARTS = ("functions", "twins", "reports")
+PAGE, MARK = "rules-of-autocast.md", "rules of autocast"
 OUTPUT = RESULTS / "autocast" / "rules.json"
 
 # ── gradients ────────────────────────────────────────────────────────────────────────────────────
@@ -59,6 +67,7 @@ def classes(function: Function, switches: Sequence[str] = ()) -> dict[str, list[
     without each that changes its program."""
     loss = function.loss(JAX)
     losses = {"": gs.autocast(loss)} | {name: without(loss, name) for name in switches}
+    losses |= {name: policy(loss) for name, policy in POLICIES.items()}
     first = text_of(losses[""], function)
     chosen = {n: f for n, f in losses.items() if not n or text_of(f, function) != first}
     exact_program = compiled(loss)
@@ -76,6 +85,17 @@ def classes(function: Function, switches: Sequence[str] = ()) -> dict[str, list[
             kind = class_of(compute, exact) if counts else None
             found[name].append(kind)
     return found
+
+
+def in_half(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss whose parameters and data are cast to float16, as `jmp` casts them."""
+
+    def cast(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jnp.asarray(x, jnp.float16) if x.dtype == jnp.float32 else x, tree
+        )
+
+    return lambda params, data: loss(cast(params), cast(data)).astype(jnp.float32)
 
 
 def class_of(compute: Callable[[], Any], exact: Any) -> str:
@@ -251,6 +271,21 @@ def said(title: str, functions: Mapping[str, Any]) -> str:
     return f"{title}: {len(functions)} functions, {sum(counts.values())} cases: {parts}."
 
 
+def policies(found: Mapping[str, Any]) -> str:
+    """The classes of all cases by each policy, in Markdown."""
+    lines = ["| policy | functions | " + " | ".join(CLASSES) + " |"]
+    lines += ["|---|---|" + "---:|" * len(CLASSES)]
+    titles = {"functions": "the corpus", "twins": "wide twins", "reports": "reports"}
+    for name in ("", *POLICIES):
+        for part, what in titles.items():
+            counts = totals(found[part], name)
+            cells = " | ".join(str(counts[kind]) for kind in CLASSES)
+            lines.append(
+                f"| {name or 'autocast'} | {what}: {sum(counts.values())} cases | {cells} |"
+            )
+    return "\n".join(lines)
+
+
 def write(found: Mapping[str, Any], path: Path) -> None:
     """Writes the results, a line for each function."""
     part = path.with_suffix(".part")
@@ -270,6 +305,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--bytes", action="store_true", help="large models, for an H100")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--output", type=file_to_write, default=OUTPUT)
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the page")
     options = parser.parse_args(argv)
     os.environ.setdefault("XLA_FLAGS", FLAGS)
     found: dict[str, Any] = {name: {} for name in (*PARTS, "models")}
@@ -294,7 +330,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         found[part][name], found["environment"] = measure(), environment()
         write(found, options.output)
         jax.clear_caches()
-    print(table(found), *(said(p, found[p]) for p in PARTS if found[p]), sep="\n\n")
+    text = f"{policies(found)}\n\n{table(found)}"
+    page = options.docs / PAGE
+    page.write_text(between_marks(page.read_text(), text, MARK))
+    print(text, *(said(p, found[p]) for p in PARTS if found[p]), sep="\n\n")
     print(f"{time.perf_counter() - start:.0f} s")
 
 

@@ -94,6 +94,20 @@ def test_a_bias_that_few_batches_do_not_show_is_no_bias_of_0():
     assert "0 %" not in [row[2] for row in many.table()[2:5]]
 
 
+def test_the_sentence_shows_the_numbers_that_are_compared():
+    """What is said to be within 1 % and 2 % are the noise and the bias of the recommendation, and
+    that bias may be larger stands beside; it asks to be asked again late in training."""
+    params = {"a": PARAMS["a"] / 8, "b": PARAMS["b"]}
+    found = advise(network, params, [(draw(40 + i, 64, 48), draw(80 + i, 64, 32)) for i in (0, 1)])
+    best = found.recommended
+    assert best.name != "float32"
+    said = re.search(r"noise (\S+) % and bias (\S+) % are within 1 % and 2 %", str(found))
+    assert float(said[1]) == pytest.approx(100 * best.price.noise, rel=0.06)
+    assert float(said[2]) == pytest.approx(100 * best.price.bias, rel=0.06)
+    assert float(said[2]) <= 2
+    assert "Ask again late in training" in str(found)
+
+
 @pytest.fixture(scope="module")
 def wide():
     """Of a layer in float8, and of its loss."""

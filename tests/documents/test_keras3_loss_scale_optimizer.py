@@ -1065,9 +1065,12 @@ def test_scale_loss_comes_before_the_gradients():
     assert float(w) == 3.0 - 0.5 * 6.0
 
 
-def test_a_callable_is_no_loss_to_scale():
-    """A callable loss is a TypeError that says to call it."""
-    failing(TypeError, "Call it", wrapped().scale_loss, lambda: 1.0)
+def test_a_callable_is_scaled_where_it_is_called():
+    """For a function that returns a loss, `scale_loss` returns one of the same arguments."""
+    opt = wrapped()
+    scaled = opt.scale_loss(lambda x, by: by * x)
+    assert float(scaled(2.0, by=3.0)) == 8.0 * 6.0
+    assert float(jax.grad(scaled)(2.0, by=3.0)) == 8.0 * 3.0
 
 
 # ── stateless_apply ──────────────────────────────────────────────────────────────────────────

@@ -15,17 +15,22 @@ keras = pytest.importorskip("keras")
 import gainstage.interop.keras as ours
 
 RNG = np.random.default_rng(0)
-X = RNG.normal(size=(96, 8)).astype(np.float32)
+X = RNG.normal(size=(96, 48)).astype(np.float32)
 Y = np.sin(X[:, :2])
 
 
 @jax.custom_vjp
 def signed(x):
-    """The identity; its backward pass returns the sign of the cotangent, as no loss scale may."""
+    """The identity; its backward pass, in float16, returns the sign of the cotangent, as no loss
+    scale may."""
     return x
 
 
-signed.defvjp(lambda x: (x, None), lambda _, g: (jnp.sign(g) * 1e-3,))
+def sign_of(g):
+    return jnp.sign(g.astype(jnp.float16)).astype(jnp.float32)
+
+
+signed.defvjp(lambda x: (x, None), lambda _, g: (sign_of(g) * 1e-3,))
 
 
 class Signed(keras.layers.Layer):

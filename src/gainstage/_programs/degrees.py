@@ -19,7 +19,7 @@ from gainstage._programs.operations import DOES, PRODUCTS, Does
 from gainstage._programs.places import is_library, line_of
 
 PREFIX = "gainstage:"  # of the names of marks
-LOST = "lost"  # the mark of a result that may be a loss scale before an update
+THROWN_AWAY = "lost"  # the mark of a result that may be a loss scale before an update
 OWN = "own"  # the unit of a loss that scales itself, by no state
 
 Unit: TypeAlias = Any  # a loss scale: where it comes from
@@ -43,7 +43,7 @@ _MOVES = {n for n, does in DOES.items() if does in (_D.KEEP, _D.SUM)} - {
 }  # fmt: skip
 _ADDS = {"reduce_sum", "cumsum", "reduce_window_sum"}  # numbers of one operand
 TO_FLOAT16, CLIP, WHERE = "float16", "jnp.clip", "jnp.where(jnp.isfinite(...), ...)"
-UNSCALED = "a gradient without the scale"  # is added to one that had it
+WITHOUT_SCALE = "a gradient without the scale"  # is added to one that had it
 ROUNDS = {"round": "jnp.round", "floor": "jnp.floor", "ceil": "jnp.ceil"}
 
 
@@ -294,7 +294,7 @@ def _new_flaws(eqn: JaxprEqn, xs: Sequence[Seen], degree: Degree) -> list[str]:
         return [CLIP]
     if name in ("add", "add_any", "sub") and degree == ONE:
         are_bare = [x.is_bare for x in xs]
-        return [UNSCALED] if any(are_bare) and not all(are_bare) else []
+        return [WITHOUT_SCALE] if any(are_bare) and not all(are_bare) else []
     is_narrow = name == "convert_element_type" and eqn.params["new_dtype"] == np.float16
     return [TO_FLOAT16] if is_narrow and degree == ONE else []
 
@@ -381,7 +381,9 @@ class _Reading:
         arguments = range(len(jaxprs.open_jaxpr(program).invars))
         found = self._run(program, [self._seen(Seen(origin=("argument", i))) for i in arguments])
         lost = [x for x in found if x.is_new and x.chosen is not None]
-        self.marks += [Mark(LOST, (), x, x.chosen, line_of(x.chosen)) for x in lost if x.chosen]
+        self.marks += [
+            Mark(THROWN_AWAY, (), x, x.chosen, line_of(x.chosen)) for x in lost if x.chosen
+        ]
 
     def _seen(self, x: Seen) -> Seen:
         """A value, which has a unit if it is known to be a loss scale."""

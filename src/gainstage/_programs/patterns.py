@@ -21,7 +21,7 @@ FEW = 4  # terms of a sum of products, which cost little in float32
 CHEAP = 2**20  # multiplications in a product that takes no time, however exact it is
 # Matrix units work on tiles of 16 x 8 x 16 numbers (an H100) or 8 x 8 x 4 (a T4).
 NARROW = 8  # a side of a product up to which a tile is not filled
-SMALL = 32  # two sides up to which a product is a few tiles, and takes no time in any precision
+FEW_TILES = 32  # two sides up to which a product is a few tiles, and takes no time in any precision
 AMPLIFIES = 32.0  # the factor from which a difference is one of near numbers
 STEP = 1 / 33  # the factor up to which what is added to another value is a small step
 MOST_SUMS = 64  # within a sum, that are looked into
@@ -156,7 +156,7 @@ def is_small(eqn: JaxprEqn) -> bool:
     if found is None or found[1] == 1:
         return False
     least, middle, _ = sorted(found)
-    return least <= NARROW and middle <= SMALL
+    return least <= NARROW and middle <= FEW_TILES
 
 
 def exact_params(eqn: JaxprEqn) -> dict[str, Any] | None:

@@ -187,7 +187,8 @@ class Advice:
         notes = [
             f"Measured on {self.batches} batches, at these parameters, against float32 on this "
             f"{jax.default_backend()}{' at the highest precision' * is_rounded}.",
-            "Gradients shrink in training, and may then need a scale: look again late.",
+            "Ask again late in training: gradients shrink, so what is right at these weights may "
+            "be wrong at those, and a scale may be needed.",
             f"Times are estimates, from the sizes of the products and the rates of the "
             f"{self.card}; nothing else of a step is in them.",
             self.scaling,
@@ -243,8 +244,8 @@ def advise(
 
     Noise is the variance of rounding errors over that of the batches: 1 % means as if 1 % of each
     batch were missing. Bias is the error that is the same in each batch, relative to the mean
-    gradient. What is recommended has at most 1 % and 2 %. It looks at one point of training: look
-    again later.
+    gradient. What is recommended has at most 1 % and 2 %. It looks at one point of training: ask
+    again late, as weights at the start hide what small gradients need.
 
     The table has a row for each precision, and these columns:
 
@@ -494,7 +495,7 @@ def _reason(advice: Advice) -> str:
         for cost in advice.costs
         if not cost.price.fits(MAX_NOISE, MAX_BIAS)
     ]
-    noise, bias = percent(best.price.noise), _bias(best)
+    noise, bias = percent(best.price.noise), percent(best.price.bias)  # which are the ones tested
     why = f"noise {noise} and bias {bias} are within 1 % and 2 %"
     if best.dtype == "float32":
         why = "no other precision is within 1 % noise and 2 % bias, or none is faster"

@@ -64,7 +64,10 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
     """Returns a function that computes its products and convolutions in half precision.
 
     Write the model and the loss in float32, with float32 parameters. Products then have operands
-    and results in half precision, and operations that are cheap follow their operands. Sums,
+    and results in half precision, and operations that are cheap follow their operands. A product
+    of small matrices stays in float32 (two of its three sides at most 32, one of these at most 8),
+    and the result of one with at most 8 columns, or rows, is float32: no matrix unit computes them
+    faster. Sums,
     means, exponentials, logarithms, quotients and roots stay in float32, and so do normalisations
     up to their factor and bias. So do powers, norms and counts, which may overflow, and cheap
     operations on the way to a logarithm, a root or a denominator. It is a
@@ -77,7 +80,9 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
       half precision, as a bias does. Other arguments are rounded only for products.
     - Functions with their own derivatives (`jax.custom_vjp`, `jax.custom_jvp`), callbacks and
       Pallas kernels are computed in the dtypes that they were written in, but for cheap ones such
-      as `jax.nn.relu`. `in_half` gives them half precision.
+      as `jax.nn.relu`. `in_half` gives them half precision. A backward pass of yours gets true
+      cotangents where the loss is scaled by `train_step`, `value_and_grad`, an optimizer or a
+      `loss_scale` here, unless it computes in float16, which needs the scale.
     - What a call changes, a model of Flax NNX or a `gainstage.optimizers.Variable`, is changed as
       without it.
     - `keep_float32` keeps operations in float32.

@@ -47,7 +47,7 @@ class Width(enum.Enum):
     ALL = enum.auto()
 
 
-class Product(NamedTuple):
+class WideProduct(NamedTuple):
     """A row of the list of products: those that it holds for are not in half precision."""
 
     name: str
@@ -118,26 +118,26 @@ def _is_outer(call: Call) -> bool:
 
 
 WIDE_PRODUCTS = (
-    Product("nothing to cast", Width.ALL, lambda call: not call.floats, "other dtypes"),
-    Product("asked for", Width.ALL, _is_precise, 'precision="highest"'),
-    Product(
+    WideProduct("nothing to cast", Width.ALL, lambda call: not call.floats, "other dtypes"),
+    WideProduct("asked for", Width.ALL, _is_precise, 'precision="highest"'),
+    WideProduct(
         "exact operands", Width.ALL, lambda call: bool(call.need & (Need.ALL | Need.OPERANDS)),
         "needs.py",
     ),
-    Product(
+    WideProduct(
         "small matrices", Width.ALL,
         lambda call: patterns.is_small(call.eqn) and not call.has_one_batch,
         "no unit computes them faster",
     ),
-    Product("an outer product", Width.ALL, _is_outer, "it adds nothing up"),
-    Product(
+    WideProduct("an outer product", Width.ALL, _is_outer, "it adds nothing up"),
+    WideProduct(
         "a square in float32", Width.ALL, lambda call: _is_square(call) and not all(call.held),
         "its operands may be large too",
     ),
-    Product("a narrow result", Width.RESULT, _is_narrow, "its few columns cost nothing"),
-    Product("a square", Width.RESULT, _is_square, "it may be large"),
-    Product("a vector", Width.RESULT, _is_vector, "it may be large, and costs nothing"),
-    Product(
+    WideProduct("a narrow result", Width.RESULT, _is_narrow, "its few columns cost nothing"),
+    WideProduct("a square", Width.RESULT, _is_square, "it may be large"),
+    WideProduct("a vector", Width.RESULT, _is_vector, "it may be large, and costs nothing"),
+    WideProduct(
         "an exact result", Width.RESULT, lambda call: Need.RESULT in call.need, "needs.py"
     ),
 )  # fmt: skip
@@ -199,7 +199,7 @@ def _is_activation(call: Call) -> bool:
     if not call.is_half or call.need or not all(map(is_float32, call.eqn.invars)):
         return False
     parts = jaxprs.equations(call.eqn.params["call_jaxpr"])
-    return all(moves(e) or e.primitive.name in CHEAP or jaxprs.called(e) for e in parts)
+    return all(moves(e) or e.primitive.name in MAY_FOLLOW or jaxprs.called(e) for e in parts)
 
 
 def half(call: Call, is_planned: bool = False) -> list[Retraced]:
@@ -298,9 +298,9 @@ def _result_in_half(call: Call) -> list[Retraced]:
     ]
 
 
-CHEAP = names_with(Trait.CHEAP)
+MAY_FOLLOW = names_with(Trait.CHEAP)
 MOVED = (MOVES | {"convert_element_type"}) - jaxprs.OF_DEVICES
-OWN = frozenset(("custom_jvp_call", *OWN_DERIVATIVE))
+OWN_DERIVATIVES = frozenset(("custom_jvp_call", *OWN_DERIVATIVE))
 FOLLOWERS = (
     Follower("a move", MOVED, lambda call: moves(call.eqn) and _follows(call), half, ""),
     Follower("a bias or a residual", frozenset(("add", "sub")), _follows, half, ""),
@@ -323,7 +323,8 @@ FOLLOWERS = (
         "an activation", frozenset(("custom_jvp_call",)), _is_activation, activated, "",
     ),
     Follower(
-        "a function with its own derivative", OWN, lambda call: call.is_half, _result_in_half, "",
+        "a function with its own derivative", OWN_DERIVATIVES, lambda call: call.is_half,
+        _result_in_half, "",
     ),
 )  # fmt: skip
 BY_OPERATION: dict[str, list[Follower]] = {}
@@ -362,7 +363,7 @@ def measured(call: Call) -> list[Retraced]:
         return raised(call)
     if call.name == "custom_jvp_call" and _is_activation(call):
         return activated(call)
-    return _result_in_half(call) if call.is_half and call.name in OWN else wide(call)
+    return _result_in_half(call) if call.is_half and call.name in OWN_DERIVATIVES else wide(call)
 
 
 def multiplied(call: Call, width: Width) -> list[Retraced]:

@@ -9,7 +9,7 @@ import jax
 
 from gainstage._base._jax import JaxprEqn
 from gainstage._programs import degrees
-from gainstage._programs.degrees import FREE, LOST, ONE, OWN, Mark, Seen, power_of, product
+from gainstage._programs.degrees import FREE, ONE, OWN, THROWN_AWAY, Mark, Seen, power_of, product
 from gainstage._programs.places import line_of
 from gainstage._variables.bridge import recorded
 from gainstage._variables.sharding import SUMMED
@@ -236,7 +236,7 @@ def faults_in(marks: Sequence[Mark]) -> list[Fault]:
         elif mark.name == "state":
             found |= dict.fromkeys(_of_update(state, by, grads))
             state, by, grads = mark, mark if "divides" in mark.options else None, []
-        elif mark.name == LOST and state:
+        elif mark.name == THROWN_AWAY and state:
             if "fixed" not in state.options:
                 found[_fault("scale thrown away", state, mark.eqn)] = None
         elif mark.name == "by":
@@ -336,7 +336,7 @@ def _of_gradient(x: Seen, state: Mark, by: Mark | None) -> Iterator[Fault]:
     for flaw in x.flaws if "chosen" not in state.options else ():
         if flaw.is_inside:
             continue
-        if flaw.name == degrees.UNSCALED:
+        if flaw.name == degrees.WITHOUT_SCALE:
             yield _fault("one not scaled", state, flaw.eqn)
         elif flaw.name == degrees.TO_FLOAT16:
             yield _fault("narrow", state, flaw.eqn)
