@@ -55,6 +55,7 @@ POLICIES: dict[str, Callable[[Any], Any]] = {
     "all of it cast by hand": lambda loss: in_half(loss),
 }
 CLASSES = ("right", "refused", "loud", "silent")
+BEFORE = "models before rules of cost"  # their bytes and temporaries then, for comparison
 PARTS = ("functions", "twins", "reports")
 PAGE, MARK = "rules-of-autocast.md", "rules of autocast"
 OUTPUT = RESULTS / "autocast" / "rules.json"
@@ -129,7 +130,7 @@ def text_of(loss: Callable[..., Any], function: Function) -> str:
 
 def large_models() -> dict[str, Callable[[], tuple[Any, Any, Any]]]:
     """The losses of large models, with the shapes of their parameters and of a batch."""
-    from .autocast_models import MODELS, resnet
+    from .autocast_models import MODELS
 
     def of(build: Callable[..., Any]) -> tuple[Any, Any, Any]:
         model = build(large=True)
@@ -137,9 +138,6 @@ def large_models() -> dict[str, Callable[[], tuple[Any, Any, Any]]]:
 
     models = {name: functools.partial(of, build) for name, build in MODELS.items()}
     return models | {
-        "ResNet with mish (Linen)": functools.partial(
-            of, functools.partial(resnet, activation="mish")
-        ),
         "LoRA, rank 8": functools.partial(low_rank, 8),
         "LoRA, rank 4": functools.partial(low_rank, 4),
         "recurrent cell, batches of 8": recurrent_cell,
@@ -253,7 +251,8 @@ def table(found: Mapping[str, Any]) -> str:
         "| row | functions changed | cases lost | cases won | saves most | lost, for example |"
     ]
     lines += ["|---|---:|---:|---:|---|---|"]
-    functions = found["functions"] | found.get("twins", {}) | found.get("reports", {})
+    wide = {f"{name}, wide": row for name, row in found["twins"].items()}
+    functions = found["functions"] | wide | found["reports"]
     for part, names in ROWS.items():
         lines += [f"| **{part}** | | | | | |"]
         for name in names:
@@ -290,7 +289,7 @@ def write(found: Mapping[str, Any], path: Path) -> None:
     """Writes the results, a line for each function."""
     part = path.with_suffix(".part")
     blocks = [f'"environment": {json.dumps(found.get("environment", {}))}']
-    for name in (*PARTS, "models"):
+    for name in (*PARTS, "models", BEFORE):
         rows = ",\n".join(f"{json.dumps(n)}: {json.dumps(r)}" for n, r in found[name].items())
         blocks.append(f'"{name}": {{\n{rows}\n}}')
     part.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
@@ -308,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the page")
     options = parser.parse_args(argv)
     os.environ.setdefault("XLA_FLAGS", FLAGS)
-    found: dict[str, Any] = {name: {} for name in (*PARTS, "models")}
+    found: dict[str, Any] = {name: {} for name in (*PARTS, "models", BEFORE)}
     if options.output.exists():
         found |= json.loads(options.output.read_text())
     switches = [] if options.no_switches else SWITCHES
@@ -340,20 +339,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parts() -> dict[str, dict[str, Function]]:
     """The functions of each part of the study."""
     narrow = {name: function for name, function in corpus().items() if is_narrow(function)}
-    twins = {name: twin_of(function, has_gradient) for name, function in narrow.items()}
+    twins = {name: twin_of(function) for name, function in narrow.items()}
     wide = {name: twin for name, twin in twins.items() if twin is not None}
     print(f"{len(wide)} of {len(narrow)} functions with narrow products have a wide twin")
     return {"functions": corpus(), "twins": wide, "reports": REPORTS}
-
-
-def has_gradient(function: Function) -> bool:
-    """Whether a function has a gradient that float16 inputs do not move."""
-    program = compiled(function.loss(JAX))
-    exact = gradient(program, *function.arguments())
-    if exact is None or not any(g.any() for g in exact):
-        return False
-    once = gradient(program, *map(rounded, function.arguments()))
-    return once is not None and error(once, exact) <= RIGHT
 
 
 if __name__ == "__main__":

@@ -34,25 +34,36 @@ STOPS = names_with(Trait.OPAQUE) | names_with(Trait.ALGEBRA)  # which compute mo
 
 
 class Need(enum.Flag):
-    """What must be exact for what is computed with a value.
+    """What must be exact for what is computed with a value, each with a case that needs it.
 
     The second half stays until a run mends itself: each of these has one to three examples in the
-    tests, and no case of the corpus needs it.
+    tests, which stand beside it, and no case of the corpus needs it.
     """
 
     NOTHING = 0
-    RESULT = enum.auto()  # the value, through cheap operations
-    OPERANDS = enum.auto()  # the product that it is, with its operands
-    LAST = enum.auto()  # it reaches a result without another product: what it meets on the way
-    EXPONENT = enum.auto()  # nothing for LAST: logits, a large array, whose offset exp divides out
-    GRADIENT = enum.auto()  # it reaches the first result, which is differentiated
-    SQUARE = enum.auto()  # a product of an array with itself: the result, which may be large
+    # The value, through cheap operations. "personalized ranking" of the corpus.
+    RESULT = enum.auto()
+    # The product that it is, with its operands. "value of exponential bins".
+    OPERANDS = enum.auto()
+    # It reaches a result without another product: what it meets on the way. A bias of 288.
+    LAST = enum.auto()
+    # Nothing for LAST: exp divides out an offset. Logits, the largest array of a language model.
+    EXPONENT = enum.auto()
+    # It reaches the first result, which is differentiated. A metric beside the loss has none.
+    GRADIENT = enum.auto()
+    # A product of an array with itself: the result, which may be large. A distance written out.
+    SQUARE = enum.auto()
 
-    ALL = enum.auto()  # all that it is made of: near values of which a difference is amplified
-    ANGLE = enum.auto()  # a product with few terms, from which it comes
-    SMALL = enum.auto()  # both terms, if it is a difference, because a large number multiplies it
-    COORDINATE = enum.auto()  # as ANGLE: it is compared, or is WHOLE
-    WHOLE = enum.auto()  # it becomes a whole number: sums and products on the way there
+    # All that it is made of, of near values whose difference is amplified. "an acceleration".
+    ALL = enum.auto()
+    # A product with few terms, from which it comes. "many harmonics".
+    ANGLE = enum.auto()
+    # Both terms of a difference that a large number multiplies. "central differences of a network".
+    SMALL = enum.auto()
+    # As ANGLE: it is compared, or is WHOLE. "by a convolution".
+    COORDINATE = enum.auto()
+    # It becomes a whole number: sums and products on the way there. "a plan keeps coordinates".
+    WHOLE = enum.auto()
 
 
 # What a product needs by itself, and a difference: names for a study that leaves them out.
