@@ -294,6 +294,14 @@ def test_a_gradient_through_a_step_is_that_of_float32():
         assert distance(a, b) < 1e-2
 
 
+def test_a_loss_that_is_kept_in_float32_has_no_scale_to_be_divided():
+    """Inside of `keep_float32` a loss with a scale of its own is scaled by nothing."""
+    loss = loss_of(layer_of(passing(BACKWARD["a clip"])))
+    with gs.keep_float32():
+        found = jax.grad(gs.autocast(loss, loss_scale=2.0**15))(W, X)
+    assert distance(found, jax.grad(loss)(W, X)) < 1e-5
+
+
 def test_a_compiled_function_inside_knows_the_scale_of_each_trace():
     """A function that was compiled before, for another step, has true cotangents in this one."""
     loss = loss_of(layer_of(passing(BACKWARD["a clip"])))

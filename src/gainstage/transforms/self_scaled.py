@@ -81,7 +81,10 @@ def self_scaled(
         nonlocal warned
         arrays = inputs[1:]  # the scale is the first
         if IS_KEPT.value:  # all of it is in float32, which needs no scale
-            return jaxprs.interpret(program, inputs, lambda eqn, xs, _: jaxprs.bind_shared(eqn, xs))
+            unscaled = _varying(jnp.float32(1)), *arrays
+            return jaxprs.interpret(
+                program, unscaled, lambda eqn, xs, _: jaxprs.bind_shared(eqn, xs)
+            )
         halves = [x for x in arrays if is_differentiated(x) and x.dtype == jnp.float16]
         if halves and not warned:
             warned = True
