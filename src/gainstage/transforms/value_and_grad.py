@@ -137,9 +137,8 @@ def scaled_value_and_grad(
         loss: Any = result[0] if has_aux else result
         aux: Any = result[1] if has_aux else None
         if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss):
-            is_differentiated = isinstance(loss, tuple) and jax.tree.structure(
-                loss[1:]
-            ) == jax.tree.structure(args[:1])
+            given: Any = jax.tree.structure(args[:1])
+            is_differentiated = isinstance(loss, tuple) and given == jax.tree.structure(loss[1:])
             advice = " Pass the loss itself, not jax.value_and_grad of it." * is_differentiated
             raise TypeError(
                 f"Expected a scalar loss, or (loss, aux) with has_aux=True; got "
