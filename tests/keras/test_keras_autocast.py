@@ -526,9 +526,10 @@ def test_a_model_that_has_predicted_predicts_in_half_precision():
     np.testing.assert_allclose(half, exact, rtol=0.02, atol=0.02)
 
 
-def test_the_autocast_of_functions_takes_a_model_too():
-    """`gs.autocast(model)` is `interop.keras.autocast(model)`; a model has no loss scale."""
-    model = gs.autocast(keras.Sequential([keras.layers.Dense(1)]), "bf16")
-    assert (type(model).__name__, model.get_config()["plan"]) == ("AutocastSequential", "bfloat16")
-    with pytest.raises(TypeError, match=r"interop.keras.LossScaleOptimizer\(optimizer\)"):
-        gs.autocast(model, loss_scale=8.0)
+@pytest.mark.parametrize("loss_scale", [None, 8.0])
+def test_the_autocast_of_functions_names_the_one_of_models(loss_scale):
+    """`gs.autocast(model)` says what to write, and leaves the model as it is."""
+    model = keras.Sequential([keras.layers.Dense(1)])
+    with pytest.raises(TypeError, match=r"gainstage\.interop\.keras\.autocast\(model\); its"):
+        gs.autocast(model, "bf16", loss_scale=loss_scale)
+    assert type(model) is keras.Sequential

@@ -1,7 +1,6 @@
 """Functions in half precision: products in float16, and what needs float32 in float32."""
 
 import contextlib
-import importlib
 from collections.abc import Callable
 from typing import Any, Never, TypeAlias, overload
 
@@ -11,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from gainstage._base._jax import JaxprEqn
+from gainstage._base.checks import brief
 from gainstage._base.warn import warn
 from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import converted, is_float32
@@ -106,8 +106,8 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
       `gainstage.loss_scaled` or `optax.apply_if_finite` around the optimizer, if that may happen.
 
     Args:
-        fun: a function of pytrees or models, such as a loss; without it, a decorator is returned. A
-            model of Keras is given to `gainstage.interop.keras.autocast`.
+        fun: a function of pytrees or models, such as a loss; without it, a decorator is returned.
+            Models of Keras have `gainstage.interop.keras.autocast`.
         dtype: "float16" or "bfloat16", the dtype of products, also by short names such as "fp16",
             or as a dtype; or "float8", for linear layers that are large enough for an H100 to gain
             by it, all else as by "float16". Also what `gainstage.precision.tune` has measured for
@@ -117,8 +117,8 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
             elsewhere, or none is needed. A loss that sums over the data may need one below 1.
 
     Raises:
-        TypeError: `fun` is not callable, or `loss_scale` is not a number; from the call with a
-            `loss_scale`, the loss is not a scalar.
+        TypeError: `fun` is not callable, or a model of Keras, or `loss_scale` is not a number; from
+            the call with a `loss_scale`, the loss is not a scalar.
         ValueError: another dtype; `loss_scale` is out of range; `fun` has a `loss_scale` already,
             or is what `autocast` returned, with a `Plan`; from the call, the plan of another
             function.
@@ -144,14 +144,11 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
     """
     if fun is None or isinstance(fun, (str, Plan, np.dtype)) or _is_scalar_type(fun):
         return AutocastDecorator(dtype if fun is None else fun, loss_scale)
-    names = [f"{cls.__module__}.{cls.__name__}" for cls in type(fun).__mro__]
-    if any(name.startswith("keras.") and name.endswith(".Model") for name in names):
-        if loss_scale is not None:
-            raise TypeError(
-                "Expected no loss_scale for a model of Keras, whose optimizer scales the loss: "
-                "gainstage.interop.keras.LossScaleOptimizer(optimizer)."
-            )
-        return importlib.import_module("gainstage.interop.keras").autocast(fun, dtype)
+    if hasattr(fun, "stateless_call") and hasattr(fun, "fit"):
+        raise TypeError(
+            f"Expected a function for fun; got the Keras model {brief(fun)}. Write "
+            f"gainstage.interop.keras.autocast(model); its optimizer scales the loss."
+        )
     if not callable(fun):
         raise TypeError(f"Expected a function for fun; got {fun!r}.")
     if getattr(fun, "is_self_scaled", False):
