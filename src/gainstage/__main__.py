@@ -1,7 +1,6 @@
 """The command line: `gainstage demo`, `doctor`, `advise`, `lint`, `report` and `xray`."""
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -39,30 +38,39 @@ def _run(arguments: argparse.Namespace) -> int:
 
     if arguments.command == "report":
         jax.config.update("jax_platforms", "cpu")  # the run may still use the accelerators
-        report = importlib.import_module("gainstage.runs.report")
+        from gainstage._xray.from_file import commands
+        from gainstage.runs.report import main as report
+
         page = arguments.output or arguments.run.with_suffix(".html")
-        from_file = importlib.import_module("gainstage._xray.from_file")
-        return report.main(arguments.run, page, from_file.commands(arguments.run.parent))
+        return report(arguments.run, page, commands(arguments.run.parent))
     if arguments.command == "xray":
         if not os.environ.get("JAX_PLATFORMS"):
             jax.config.update("jax_platforms", "cpu")  # as for a report
-        from_file = importlib.import_module("gainstage._xray.from_file")
+        from gainstage._xray.from_file import main as xray
+
         where, how = (arguments.loss, arguments.like), (arguments.has_aux, arguments.using)
-        return from_file.main(arguments.path, *where, *how)
+        return xray(arguments.path, *where, *how)
     try:
         jax.devices()
     except RuntimeError as error:  # JAX_PLATFORMS has a platform that is missing here
         print(error, file=sys.stderr)
         return 1
     if arguments.command == "advise":
+        from gainstage._advise import main as advise
+
         about = (arguments.function, arguments.batches, arguments.card, arguments.has_aux)
-        return importlib.import_module("gainstage._advise").main(*about)
+        return advise(*about)
     if arguments.command == "lint":
-        return importlib.import_module("gainstage._lint").main(arguments.function)
+        from gainstage._lint import main as lint
+
+        return lint(arguments.function)
     if arguments.command == "doctor":
-        return importlib.import_module("gainstage._doctor").main()
-    demo = importlib.import_module("gainstage.demo")
-    demo.main(arguments.output, arguments.steps, arguments.seed, arguments.json)
+        from gainstage._doctor import main as doctor
+
+        return doctor()
+    from gainstage.demo import main as demo
+
+    demo(arguments.output, arguments.steps, arguments.seed, arguments.json)
     return 0
 
 

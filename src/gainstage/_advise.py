@@ -1,6 +1,5 @@
 """`gainstage advise`: what each precision costs on a user's loss, parameters and batches."""
 
-import importlib
 import sys
 from typing import Any
 
@@ -43,10 +42,11 @@ def _advised(given: Any, words: str, count: int | None, card: str | None, has_au
         return advise(loss_fn, params, some, card=card, has_aux=has_aux)
     keras: Any = sys.modules.get("keras")
     if size == 2 and keras is not None and isinstance(given[0], keras.Model):
+        from gainstage.interop import keras_measured
+
         model, batches = given
-        of_keras = importlib.import_module("gainstage.interop.keras_measured")
-        some = batches if count is None else of_keras.first(batches, count)
-        return of_keras.advise(model, some, card=card)
+        some = batches if count is None else keras_measured.first(batches, count)
+        return keras_measured.advise(model, some, card=card)
     raise ValueError(
         f"Expected (loss_fn, params, batches) from {words}, or (model, batches) with a Keras "
         f"model; got {f'a tuple of {size}' if size else type(given).__name__}."

@@ -39,18 +39,43 @@ def room_of(parts):
     return inner if inner in ("optimizers/_step", "optimizers/schedules") else parts[0]
 
 
-def imported(path):
-    """The rooms that a file imports from, anywhere in it."""
+# The files that import by name, look among the modules that are imported, or into a caller's frame.
+# A static import, which has types and stands in the order of the rooms, is everywhere else.
+USER_HAS = "an optional library, used only when the user has imported it"
+BY_NAME = {
+    "__init__.py": "modules of the package, imported when they are first used",
+    "interop/__init__.py": "modules of the package, imported when they are first used",
+    "interop/keras_backend.py": "an extra, which has no types",
+    "_xray/from_file.py": "the module of the user that a command names",
+    "_advise.py": USER_HAS,
+    "_base/warn.py": USER_HAS,
+    "interop/keras_loss_scale.py": "what Keras's trainer has computed, and does not pass on",
+    "transforms/models.py": USER_HAS,
+    "transforms/nnx_objects.py": USER_HAS,
+    "transforms/train_state.py": USER_HAS,
+    "transforms/refusals.py": USER_HAS,
+}
+
+
+def imports(path):
+    """The names that a file imports, anywhere in it, also by `import_module`."""
     for node in ast.walk(ast.parse(path.read_text())):
-        names = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            first, *parts = name.split(".")
-            if first == "gainstage" and parts and room_of(parts) in ROOMS:
-                yield room_of(parts)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call):
+            texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            if ast.unparse(node.func).endswith(("import_module", "__import__")):
+                yield from filter(lambda text: isinstance(text, str), texts)
+
+
+def imported(path):
+    """The rooms that a file imports from."""
+    for name in imports(path):
+        first, *parts = name.split(".")
+        if first == "gainstage" and parts and room_of(parts) in ROOMS:
+            yield room_of(parts)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
@@ -62,6 +87,23 @@ def test_imports_point_down(path):
     own = room_of(parts)
     for room in imported(path):
         assert ROOMS.index(room) <= ROOMS.index(own), f"{own} imports {room}"
+
+
+def test_an_import_by_name_counts(tmp_path):
+    """What `import_module` and `__import__` are given is read like an `import`."""
+    path = tmp_path / "reader.py"
+    path.write_text(
+        "import importlib\nfrom gainstage.rules import adaptive\n"
+        "importlib.import_module('gainstage.interop.keras')\n__import__('gainstage.demo')\n"
+    )
+    assert list(imported(path)) == ["rules", "interop", "demo"]
+
+
+def test_few_files_import_by_name():
+    """`BY_NAME` holds each file whose imports a reader of the source cannot follow."""
+    words = re.compile(r"\bimport_module\(|\b__import__\(|\bsys\.modules\b|\b_getframe\(")
+    found = {path.relative_to(SRC).as_posix() for path in FILES if words.search(path.read_text())}
+    assert found == set(BY_NAME)
 
 
 def test_no_two_modules_have_one_name():
@@ -83,15 +125,10 @@ def test_only_one_file_imports_what_jax_may_move():
     places = ("jax._src", "jax.core", "jax.experimental", "jax.extend", "jax.interpreters")
     found = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.Attribute):
-                names = [ast.unparse(node)]
-            if any(f"{name}.".startswith(f"{place}.") for name in names for place in places):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        names = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)]
+        for name in [*names, *imports(path)]:
+            if f"{name}.".startswith(tuple(f"{place}." for place in places)):
                 found.add(path.name)
     assert found == {"_jax.py"}
 
