@@ -8,7 +8,6 @@ import contextlib
 import math
 import os
 import re
-import sysconfig
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,12 +15,11 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from gainstage._base._jax import JaxprEqn, user_frames
+from gainstage._base.warn import is_installed
 from gainstage._programs.operations import Trait, names_with
 from gainstage._programs.scopes import KERNEL
 
-LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
 Frames = tuple[tuple[str, int, int], ...]
-HERE = os.path.dirname(os.path.dirname(__file__))  # the folder of this package
 # The names of a layer's parameters in Flax, Keras, Equinox, Haiku and torch.
 OWN_NAMES = frozenset(
     ("kernel", "weight", "bias", "scale", "embedding", "embeddings", "gamma", "beta", "w", "b",
@@ -188,7 +186,7 @@ def _line(frames: list[Any]) -> tuple[str, str] | None:
 
 def is_library(file: str) -> bool:
     """Whether a file of a traceback is installed, instead of the user's own."""
-    return file.startswith(LIBRARIES) or file.startswith(HERE + os.sep) or file.startswith("<")
+    return is_installed(file) or file.startswith("<")
 
 
 def _scope(stack: str) -> str:
