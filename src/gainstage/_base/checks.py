@@ -7,7 +7,6 @@ import math
 import numbers
 import reprlib
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any, SupportsFloat, TypeVar, cast
 
 import jax
@@ -188,32 +187,6 @@ def condition(name: str, value: npt.ArrayLike) -> jax.Array:
 def not_assignable(value: object) -> TypeError:
     """The error for a value in the place of a variable."""
     return TypeError(f"Expected a variable to assign to; got {brief(value)}.")
-
-
-def transformation(name: str, value: object) -> None:
-    """Raises a TypeError if `value` has not the methods of an `optax.GradientTransformation`."""
-    if hasattr(value, "init") and hasattr(value, "update"):
-        return
-    advice = (
-        " Use gainstage.optimizers.LossScaleOptimizer(optimizer), or an optimizer of optax."
-        if hasattr(value, "stateless_apply")
-        else ""
-    )
-    if type(value).__module__.startswith("keras."):
-        advice = (
-            " Use an optimizer of optax; for a Keras model, gainstage.interop.keras.compile(model, "
-            "optimizer, loss)."
-        )
-    if isinstance(value, FunctionType):
-        advice = (
-            " A loss is for gainstage.train_step(loss_fn); for a trainer that differentiates it, "
-            "gainstage.autocast(loss_fn, loss_scale=2.0**15)."
-        )
-    advice = " Pass its `tx`." if hasattr(value, "tx") else advice  # as an `nnx.Optimizer` has
-    if isinstance(value, tuple) and not advice and jax.tree.leaves(value):
-        advice = " A state of optax is made by TrainState.create: pass tx itself."
-    what = f"Expected an optax.GradientTransformation for {name}; got {brief(value)}."
-    raise TypeError(f"{what}{advice}")
 
 
 def _expected(what: str, above: float, low: float, high: float, below: float) -> str:

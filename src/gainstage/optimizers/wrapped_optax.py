@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gainstage._base import checks
 from gainstage._base.arrays import is_key
 from gainstage._base.checks import brief
 from gainstage._scaling.gradients import Gradients, upcast
@@ -19,6 +18,7 @@ from gainstage._variables.types import OptState, PyTree, Rate, Transformation
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._step.options import WrapperOptions
 from gainstage.optimizers.optimizer import Optimizer
+from gainstage.transforms.optax_checks import check_transformation
 
 
 def from_optax(
@@ -79,7 +79,7 @@ class Optax(Optimizer):
         master_weights: bool = False,
         **options: Unpack[WrapperOptions],
     ):
-        checks.transformation("tx", tx)
+        check_transformation("tx", tx)
         if unknown := options.keys() - WrapperOptions.__annotations__.keys():
             raise TypeError(f"Expected no {sorted(unknown)[0]} for from_optax; got {options}.")
         super().__init__(learning_rate, name=name, master_weights=master_weights, **options)

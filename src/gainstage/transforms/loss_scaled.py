@@ -50,6 +50,7 @@ from gainstage.transforms.loss_scaled_state import (
     states_in,
 )
 from gainstage.transforms.marks import marked, marked_function
+from gainstage.transforms.optax_checks import check_transformation
 from gainstage.transforms.plain_gradients import NOT_SCALED, is_plain
 from gainstage.transforms.refusals import (
     cast_state,
@@ -174,7 +175,7 @@ class ScaledTransformation:
         self.is_fixed: bool = isinstance(self.rule, FixedLossScale)
         self.over: tuple[str, ...] = over
         self._is_chosen = rule is not None  # whether the user has chosen the rule
-        checks.transformation("tx", tx)
+        check_transformation("tx", tx)
         self._tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
         telemetry, every = check_telemetry(telemetry, underflow_every)
         self._scaling = ScaledStep(self.rule, telemetry, every)

@@ -37,6 +37,7 @@ from gainstage.transforms.loss_scaled_state import (
     with_scale,
 )
 from gainstage.transforms.models import Model
+from gainstage.transforms.optax_checks import check_transformation
 from gainstage.transforms.refusals import check_leaves, refuse_others
 from gainstage.transforms.updates import selected, step_was_applied, updated
 from gainstage.transforms.value_and_grad import value_and_grad
@@ -126,7 +127,7 @@ class TrainState(Generic[Params]):
                 f"Expected the parameters, and then an optax.GradientTransformation for tx, as in "
                 f"TrainState.create(params, tx); got {brief(params)} for params."
             )
-        checks.transformation("tx", tx)
+        check_transformation("tx", tx)
         refuse_others(params)
         trainable = models.trainable(params)
         check_leaves(trainable)
