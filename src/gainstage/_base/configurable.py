@@ -14,16 +14,6 @@ from gainstage._base.checks import InvalidArgumentError
 _UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 F = TypeVar("F", bound=Callable[..., Any])
 Class = TypeVar("Class")
-# The arguments of rules, by their names in torch, Keras and flax.
-_OURS = {
-    "growth_factor": "multiplier",
-    "growth_interval": "increment_period",
-    "growth_steps": "increment_period",
-    "dynamic_growth_steps": "increment_period",
-    "init_scale": "initial_loss_scale",
-    "initial_scale": "initial_loss_scale",
-    "minimum_scale": "min_scale",
-}
 _NOT_KEPT = object()  # marks an argument that the object does not store as an attribute
 
 
@@ -156,26 +146,36 @@ class Fields:
         return cls(**config)
 
 
-def explains_arguments(cls: type[Class]) -> type[Class]:
-    """Makes the constructor of a class list its arguments if it gets an unknown one."""
-    untyped: Any = cls
-    init, names = untyped.__init__, list(inspect.signature(cls).parameters)
+def explains_arguments(
+    other_names: Mapping[str, str],
+) -> Callable[[type[Class]], type[Class]]:
+    """A decorator: the constructor of a class lists its arguments if it gets an unknown one.
 
-    @functools.wraps(init)
-    def checked(self: Class, *args: Any, **kwargs: Any) -> None:
-        unknown = [name for name in kwargs if name not in names]
-        if unknown and type(self) is cls:
-            ours = _OURS.get(unknown[0])
-            advice = f"Write {ours}. Its" if ours in names else "Its"
-            raise TypeError(
-                f"{cls.__name__} has no argument {unknown[0]!r}. {advice} arguments are "
-                f"{', '.join(names)}."
-            )
-        init(self, *args, **kwargs)
+    Args:
+        other_names: arguments by the names that other libraries have for them.
+    """
 
-    checked.__doc__ = f"`help({cls.__name__})` explains the arguments and their defaults."
-    untyped.__init__ = checked
-    return cls
+    def wrap(cls: type[Class]) -> type[Class]:
+        untyped: Any = cls
+        init, names = untyped.__init__, list(inspect.signature(cls).parameters)
+
+        @functools.wraps(init)
+        def checked(self: Class, *args: Any, **kwargs: Any) -> None:
+            unknown = [name for name in kwargs if name not in names]
+            if unknown and type(self) is cls:
+                ours = other_names.get(unknown[0])
+                advice = f"Write {ours}. Its" if ours in names else "Its"
+                raise TypeError(
+                    f"{cls.__name__} has no argument {unknown[0]!r}. {advice} arguments are "
+                    f"{', '.join(names)}."
+                )
+            init(self, *args, **kwargs)
+
+        checked.__doc__ = f"`help({cls.__name__})` explains the arguments and their defaults."
+        untyped.__init__ = checked
+        return cls
+
+    return wrap
 
 
 def serialize(obj: Any) -> dict[str, Any]:

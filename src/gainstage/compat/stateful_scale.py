@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from gainstage._base import checks
 from gainstage._base.checks import LARGEST, brief
-from gainstage._base.configurable import explained, explains_arguments
+from gainstage._base.configurable import explained
 from gainstage._scaling import gradients
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.bridge import assign, read
@@ -19,6 +19,7 @@ from gainstage.optimizers._step.differentiate import Differentiated, VarList, ar
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.rules import loss_scale as rules
 from gainstage.rules.loss_scale import start
+from gainstage.rules.other_names import explains_arguments
 
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "UnscaledLossScaleOptimizer"]
 

@@ -17,8 +17,9 @@ from jax.typing import ArrayLike
 from gainstage._base import checks
 from gainstage._base.arrays import strong
 from gainstage._base.checks import LARGEST, SMALLEST
-from gainstage._base.configurable import Fields, explains_arguments
+from gainstage._base.configurable import Fields
 from gainstage._variables.types import Flag, RuleState
+from gainstage.rules.other_names import explains_arguments
 
 
 class ScaleState(NamedTuple):
