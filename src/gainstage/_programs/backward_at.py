@@ -22,7 +22,7 @@ from jax.dtypes import float0
 from jax.typing import ArrayLike
 
 from gainstage._base._jax import JaxprEqn
-from gainstage._programs.scopes import KEEP_FLOAT32
+from gainstage._programs.scopes import KEEP_FLOAT32, SELF_SCALED
 
 OWN_DERIVATIVE = frozenset(("custom_vjp_call", "custom_vjp_call_jaxpr"))
 
@@ -59,11 +59,8 @@ def backward_at(fun: Callable[..., Any], factor: ArrayLike) -> Callable[..., Any
     def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
         factor, pull, places = kept
         cotangents = jax.tree.map(_with_zeros, cotangents, is_leaf=_is_symbolic)
-        with jax.named_scope(KEEP_FLOAT32):  # half precision would not hold the quotients
-            raised = _times(cotangents, factor)
-        grads = pull(raised)
-        with jax.named_scope(KEEP_FLOAT32):
-            return None, *places.filled(_times(grads, 1 / factor))
+        grads = pull(_times(cotangents, factor))
+        return None, *places.filled(_times(grads, 1 / factor))
 
     call = jax.custom_vjp(gainstage_backward_at)
     call.defvjp(forward, backward, symbolic_zeros=True)
@@ -122,6 +119,8 @@ def open_program(program: Any) -> Any:
     return getattr(program, "jaxpr", program)
 
 
+@jax.named_scope(SELF_SCALED)
+@jax.named_scope(KEEP_FLOAT32)  # half precision would not hold the quotients
 def _times(tree: Any, factor: jax.Array) -> Any:
     """The products of arrays and a factor, computed in float32 or wider, in their own dtypes."""
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from gainstage._base._jax import JaxprEqn, user_frames
 from gainstage._base.warn import is_installed
 from gainstage._programs.operations import Trait, names_with
-from gainstage._programs.scopes import KERNEL
+from gainstage._programs.scopes import KERNEL, SELF_SCALED
 
 Frames = tuple[tuple[str, int, int], ...]
 # The names of a layer's parameters in Flax, Keras, Equinox, Haiku and torch.
@@ -28,7 +28,7 @@ OWN_NAMES = frozenset(
 INDEXING = names_with(Trait.INDEX)  # whose results from a parameter count as data
 WRAPPERS = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|checkpoint|remat|linearize)\(([^()]*)\)")
 ANONYMOUS = re.compile(
-    rf"rematted_computation|checkpoint|remat|while|body|cond|closed_call|<lambda>|{KERNEL}"
+    rf"rematted_computation|checkpoint|remat|while|body|cond|closed_call|<lambda>|{KERNEL}|{SELF_SCALED}"
 )
 
 

@@ -1,6 +1,5 @@
 """The one thing that an update asks unasked: were these gradients computed without a loss scale?"""
 
-import os
 from typing import Any
 
 import jax
@@ -8,6 +7,7 @@ import numpy as np
 
 from gainstage._base._jax import Literal, Tracer, computed_by, trace_of
 from gainstage._programs import jaxprs
+from gainstage._programs.scopes import SELF_SCALED
 from gainstage._variables.types import PyTree
 
 NOT_SCALED = (
@@ -16,11 +16,6 @@ NOT_SCALED = (
     "gainstage.value_and_grad(loss_fn, opt_state). If a trainer differentiates by itself, give it "
     "gainstage.autocast(loss_fn, loss_scale=2.0**15). gainstage.lint(step, *args) shows more. To "
     'silence this warning: warnings.filterwarnings("ignore", message="No loss was multiplied").'
-)
-# The files whose equations scale a loss by no state.
-_SCALE_THEMSELVES = (
-    os.path.join("gainstage", "transforms", "self_scaled.py"),
-    os.path.join("gainstage", "_programs", "backward_at.py"),
 )
 
 
@@ -41,11 +36,7 @@ def is_plain(grads: PyTree, scale: Any, params: PyTree) -> bool:
         return False
     within = (part for equation in equations for part in jaxprs.inner(equation))
     each = [*equations, *(equation for part in within for equation in jaxprs.equations(part))]
-    sources = [equation.source_info for equation in each]
-    if not any("transpose(" in str(source.name_stack) for source in sources):
-        return False
-    return not any(
-        source.traceback is None
-        or any(frame.file_name.endswith(_SCALE_THEMSELVES) for frame in source.traceback.frames)
-        for source in sources
+    names = [str(equation.source_info.name_stack) for equation in each]
+    return any("transpose(" in name for name in names) and not any(
+        SELF_SCALED in name for name in names
     )

@@ -14,6 +14,7 @@ from gainstage._base._jax import ClosedJaxpr, is_differentiated
 from gainstage._base.checks import SMALLEST, brief
 from gainstage._base.warn import warn
 from gainstage._programs import jaxprs
+from gainstage._programs.scopes import SELF_SCALED
 from gainstage._programs.true_cotangents import loss_times
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import all_finite
@@ -116,6 +117,7 @@ def self_scaled(
     return result
 
 
+@jax.named_scope(SELF_SCALED)
 def _with_own_scale(
     program: ClosedJaxpr, arrays: Sequence[Any], scale: float, retries: int
 ) -> list[Any]:
