@@ -16,7 +16,7 @@ from gainstage._base._jax import Literal as Written
 from gainstage._programs import jaxprs
 from gainstage._programs.jaxprs import AnyJaxpr
 from gainstage._programs.operations import DOES, PRODUCTS, Does
-from gainstage._programs.places import is_library, line_of
+from gainstage._programs.places import is_of_a_library, line_of
 
 PREFIX = "gainstage:"  # of the names of marks
 THROWN_AWAY = "lost"  # the mark of a result that may be a loss scale before an update
@@ -451,7 +451,7 @@ class _Reading:
                 return [x._replace(number=None) for x in xs[consts:]]
         if len(parts) == 1 and len(jaxprs.open_jaxpr(parts[0]).invars) == len(xs):
             outs = self._run(parts[0], xs)
-            return [_placed(x, xs, eqn) for x in outs] if _is_of_a_library(parts[0]) else outs
+            return [_placed(x, xs, eqn) for x in outs] if is_of_a_library(parts[0]) else outs
         if DOES.get(name) is _D.EACH and len(xs) == len(eqn.outvars):
             return list(xs)
         # A kernel, a callback, a reference; a sum over devices has the effect of naming an axis.
@@ -523,14 +523,6 @@ def _scalar(x: Any) -> float | None:
         return float(x)
     except TypeError:
         return None
-
-
-def _is_of_a_library(program: AnyJaxpr) -> bool:
-    """Whether a program is that of a function of a library, such as `jnp.clip`: it may have been
-    traced for another line of the user."""
-    about = getattr(jaxprs.open_jaxpr(program), "debug_info", None)
-    place = str(getattr(about, "func_src_info", "")).partition(" at ")[2]
-    return is_library(place)
 
 
 def _placed(x: Seen, given: Sequence[Seen], eqn: JaxprEqn) -> Seen:

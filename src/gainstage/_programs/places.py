@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from gainstage._base._jax import JaxprEqn, user_frames
 from gainstage._base.warn import is_installed
+from gainstage._programs import jaxprs
+from gainstage._programs.jaxprs import AnyJaxpr
 from gainstage._programs.operations import Trait, names_with
 from gainstage._programs.scopes import KERNEL, SELF_SCALED
 
@@ -73,6 +75,7 @@ class Places:
         self._calls: tuple[Frames, ...] = ()
         self._scopes: tuple[str, ...] = ()
         self._line = "", ""
+        self._of_library: Frames | None = None  # of the call of a library's function around
         self._order: list[tuple[str, bool]] = []  # the parameter at each forward equation
 
     def source(self, kind: str, name: str, own: bool) -> Note:
@@ -85,15 +88,19 @@ class Places:
     def inside(self, eqn: JaxprEqn) -> Iterator[None]:
         """Enters an equation that may be a call: its inner equations have relative scopes, and
         often no line."""
-        kept = self._calls, self._scopes, self._line
-        frames = _frames(eqn)
-        self._calls += (frames_of(eqn),)
+        kept = self._calls, self._scopes, self._line, self._of_library
+        if self._of_library is None:
+            self._calls += (frames_of(eqn),)
+            self._line = _line(_frames(eqn)) or self._line
+            if any(map(is_of_a_library, jaxprs.inner(eqn))):
+                self._of_library = self._calls[-1]
+        else:
+            self._calls += (self._of_library,)
         self._scopes += (str(eqn.source_info.name_stack),)
-        self._line = _line(frames) or self._line
         try:
             yield
         finally:
-            self._calls, self._scopes, self._line = kept
+            self._calls, self._scopes, self._line, self._of_library = kept
 
     def of(self, eqn: JaxprEqn, notes: Sequence[Note]) -> tuple[Place, Note]:
         """Returns the place of the current equation, and the note of its results."""
@@ -187,6 +194,14 @@ def _line(frames: list[Any]) -> tuple[str, str] | None:
 def is_library(file: str) -> bool:
     """Whether a file of a traceback is installed, instead of the user's own."""
     return is_installed(file) or file.startswith("<")
+
+
+def is_of_a_library(program: AnyJaxpr) -> bool:
+    """Whether a program is that of a function of a library, such as `jnp.clip`: it may have been
+    traced for another line of the user."""
+    about = getattr(jaxprs.open_jaxpr(program), "debug_info", None)
+    place = str(getattr(about, "func_src_info", "")).partition(" at ")[2]
+    return is_library(place)
 
 
 def _scope(stack: str) -> str:
