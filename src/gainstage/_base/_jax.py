@@ -30,7 +30,8 @@ from jax.experimental import multihost_utils
 from jax.experimental.layout import Layout, with_layout_constraint
 
 # `Literal`: an operand of an equation that is a number. `get_opaque_trace_state`: the trace in
-# which a variable is bound. `jaxpr_as_fun`: runs a program. The others are the types of a program.
+# which a variable is bound. `jaxpr_as_fun`: runs a program. `new_jaxpr_eqn` and `primitives`: an
+# equation that is added to a program. The others are the types of a program.
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     Jaxpr,
@@ -40,6 +41,8 @@ from jax.extend.core import (
     Var,
     get_opaque_trace_state,
     jaxpr_as_fun,
+    new_jaxpr_eqn,
+    primitives,
 )
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -66,6 +69,8 @@ __all__ = [
     "is_differentiated",
     "jaxpr_as_fun",
     "multihost_utils",
+    "new_jaxpr_eqn",
+    "primitives",
     "refuse_as_argument",
     "return_to_trace",
     "source_info_util",

@@ -26,6 +26,8 @@ from gainstage._base._jax import (
     dce_jaxpr,
     given_arrays,
     is_differentiated,
+    new_jaxpr_eqn,
+    primitives,
     source_info_util,
 )
 from gainstage._programs.backward_at import (
@@ -92,6 +94,32 @@ def interpret(
             if not isinstance(variable, Literal) and last[variable] == n:
                 known.pop(variable, None)
     return [number(v.val) if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
+
+
+def with_selects(
+    program: ClosedJaxpr, applies: Var, old: Mapping[Var, Var]
+) -> tuple[ClosedJaxpr, set[Var]]:
+    """A program in which some values are others unless something applies, and which values are so:
+    those that one of its equations computes.
+
+    Args:
+        program: a program.
+        applies: its argument that decides, a bool scalar.
+        old: for each such value, the argument of the same type that it is if `applies` is False.
+    """
+    equations, found = list[JaxprEqn](), set[Var]()
+    for eqn in program.jaxpr.eqns:
+        new = {v: Var(v.aval) for v in eqn.outvars if v in old}
+        found |= new.keys()
+        equations.append(eqn.replace(outvars=[new.get(v, v) for v in eqn.outvars]) if new else eqn)
+        equations += [
+            new_jaxpr_eqn(
+                [applies, old[v], n], [v], primitives.select_n_p, {}, set(),
+                source_info=eqn.source_info, ctx=eqn.ctx,
+            )
+            for v, n in new.items()
+        ]  # fmt: skip
+    return ClosedJaxpr(program.jaxpr.replace(eqns=equations), program.consts), found
 
 
 def bind(

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from gainstage._variables.types import PyTree, Tree
 from gainstage._variables.variable import placed
 
 Key = TypeVar("Key", bound=Hashable)
+Keyed: TypeAlias = tuple[Key, tuple[jax.Array, ...]]
 BUNDLE = 64  # arrays: XLA:GPU fuses the computation of so many into one `concatenate`
 CHUNK = 2**15  # elements: this many float32 numbers fit into a core's cache
 
@@ -200,17 +201,23 @@ class Reader(NamedTuple):
             axes: for each gradient, the mesh axes along which it varies.
         """
         request, everywhere = self.request, self.everywhere
-        if request.each or not self.is_local:
-            pairs = [*zip(axes, zip(*columns, strict=True), strict=True)]
-        else:
-            pairs = bundle(axes, *columns)
+        pairs, large = [*zip(axes, zip(*columns, strict=True), strict=True)], len(axes)
+        if self.is_local and not request.each:
+            alone, joined = bundle(axes, *columns)
+            pairs, large = [*alone, *joined], len(alone)
         rows = [row for _, row in pairs]
         wide = (float32_or_wider(x.dtype) for x, *_ in rows)
-        scale = jnp.asarray(scale, jnp.result_type(jnp.float32, *wide))
-        once: Callable[[], Any] = lambda: self._exactly(rows, scale)  # noqa: E731
+        factor = jnp.asarray(scale, jnp.result_type(jnp.float32, *wide))
+
+        def on_cpu() -> tuple[jax.Array, Any]:
+            # XLA:CPU would compute the sum of joined arrays as one of each.
+            hidden = map(lax.optimization_barrier, rows[large:])
+            return self._on_cpu([*rows[:large], *hidden], factor)
+
+        once: Callable[[], Any] = lambda: self._exactly(rows, factor)  # noqa: E731
         if self.is_local and not request.norms and not request.bounded:
-            once = lambda: (_at_once(rows, scale), None)  # noqa: E731
-        finite, norms = lax.platform_dependent(cpu=lambda: self._on_cpu(rows, scale), default=once)
+            once = lambda: (_at_once(rows, factor), None)  # noqa: E731
+        finite, norms = lax.platform_dependent(cpu=on_cpu, default=once)
         if everywhere and request.norms:  # count replicas once, on their first device
             first = {own: is_first(axis for axis in everywhere if axis not in own) for own in axes}
             norms = jnp.where(jnp.array([first[own] for own, _ in pairs]), norms, 0)
@@ -349,8 +356,9 @@ def _at_once(rows: Sequence[tuple[jax.Array, ...]], scale: jax.Array) -> jax.Arr
 
 def bundle(
     keys: Sequence[Key], *columns: Sequence[jax.Array]
-) -> list[tuple[Key, tuple[jax.Array, ...]]]:
-    """Joins the small rows of one key and one dtype; returns keys and rows of arrays.
+) -> tuple[list[Keyed[Key]], list[Keyed[Key]]]:
+    """Joins the small rows of one key and one dtype; returns the others, and those that are joined:
+    keys and rows of arrays.
 
     Use it only for a reduction over everything, because the array of an element is lost.
     """
@@ -368,7 +376,7 @@ def bundle(
         for (key, *_), rows in small.items()
         for some in [rows[i : i + BUNDLE] for i in range(0, len(rows), BUNDLE)]
     ]
-    return large + joined
+    return large, joined
 
 
 def fold(fn: Callable[..., Tree], so_far: Tree, *arrays: jax.Array, longest: int = CHUNK) -> Tree:

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -63,17 +63,39 @@ def real_parts(arrays: Iterable[Any]) -> list[Any]:
     return [part for both in parts for part in both]
 
 
-def row_major(gradient: jax.Array | None) -> jax.Array | None:
-    """Stores a gradient on one device in its variable's element order; None stays None.
+def row_major(arrays: Sequence[Any]) -> list[Any]:
+    """Stores gradients on one device in their variables' element order; None stays None.
 
     XLA:CPU may compute the gradient of a half-precision product transposed. It would then store it
     both ways, for the check and for the update. An array on several devices would be gathered.
     """
-    if not isinstance(gradient, Tracer) or gradient.ndim < 2 or gradient.dtype == float0:
-        return gradient
-    rows = Layout(tuple(range(gradient.ndim)))
-    pin = functools.partial(with_layout_constraint, layouts=rows)
-    return lax.platform_dependent(gradient, cpu=pin, default=lambda x: x)
+    is_matrix = [isinstance(x, Tracer) and x.ndim > 1 and x.dtype != float0 for x in arrays]
+
+    def pinned(x: jax.Array) -> jax.Array:
+        return with_layout_constraint(x, layouts=Layout(tuple(range(x.ndim))))
+
+    return _on_cpu(pinned, arrays, is_matrix)
+
+
+def behind_barriers(arrays: Sequence[Any], larger_than: int) -> list[Any]:
+    """The arrays; of those with more elements, XLA:CPU does not know that they are the same."""
+    is_large = [x is not None and x.size > larger_than for x in arrays]
+    return _on_cpu(lax.optimization_barrier, arrays, is_large)
+
+
+def _on_cpu(
+    fun: Callable[[jax.Array], jax.Array], arrays: Sequence[Any], where: Sequence[bool]
+) -> list[Any]:
+    """Applies a function to some arrays, if the platform is a CPU. It is one operation for all, as
+    JAX traces each as two conditionals."""
+    chosen = [x for x, is_chosen in zip(arrays, where, strict=True) if is_chosen]
+    if not chosen:
+        return list(arrays)
+    found = lax.platform_dependent(
+        *chosen, cpu=lambda *xs: list(map(fun, xs)), default=lambda *xs: list(xs)
+    )
+    new = iter(found)
+    return [next(new) if is_chosen else x for x, is_chosen in zip(arrays, where, strict=True)]
 
 
 class Gradient(NamedTuple):

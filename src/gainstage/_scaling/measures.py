@@ -98,7 +98,8 @@ def _of_gradients(
     reader = Reader(is_local=on_one_device(is_local, arrays))
     nothing = varying_like({name: jnp.asarray(_MEASURES[name].nothing) for name in names}, arrays)
     if reader.is_local:
-        arrays = [array for _, (array,) in bundle([0] * len(arrays), arrays)]
+        large, joined = bundle([0] * len(arrays), arrays)
+        arrays = [array for _, (array,) in (*large, *joined)]
 
     def more(so_far: dict[str, jax.Array], array: jax.Array) -> dict[str, jax.Array]:
         (gradient,) = as_gradients([array], scale)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Sharding
 
-from gainstage._base._jax import JaxprEqn, Literal, Tracer, get_opaque_trace_state
+from gainstage._base._jax import JaxprEqn, Tracer, Var, get_opaque_trace_state
 from gainstage._base.arrays import Static, partition
 from gainstage._base.checks import brief
 from gainstage._base.signals import deferred_signals
@@ -318,39 +318,57 @@ def select(
     for the state and for the result. It would also copy the old one before it is overwritten. An
     eager call has nothing to fuse: it simply runs `fn`.
     """
-    inside = is_inside()
     # A state may have numbers, as when a learning rate in an optax state is replaced by one.
     before = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
-    old = jax.tree.unflatten(jax.tree.structure(old), before)
-    jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(old) if inside else (None, fn(old))
     structure: Structure = jax.tree.structure(old)
-    if structure != jax.tree.structure(shapes[1]):
-        raise TypeError(
-            f"Expected the update to return its state in the structure that it got, "
-            f"{brief(structure)}; got {brief(jax.tree.structure(shapes[1]))}."
-        )
-    if jaxpr is None:
-        result, new = shapes
-        return result, jax.tree.map(
-            lambda n, o: lax.select(applies, jnp.asarray(n, o.dtype), o), new, old
-        )
-    outputs = jaxpr.outvars[len(jaxpr.outvars) - len(before) :]
-    wanted = {v: b for v, b in zip(outputs, before, strict=True) if not isinstance(v, Literal)}
-    kept = {}
+
+    def update(applies: jax.Array, before: list[jax.Array]) -> tuple[R, list[jax.Array]]:
+        result, new = fn(structure.unflatten(before))
+        if structure != jax.tree.structure(new):
+            raise TypeError(
+                f"Expected the update to return its state in the structure that it got, "
+                f"{brief(structure)}; got {brief(jax.tree.structure(new))}."
+            )
+        return result, jax.tree.leaves(new)
+
+    def selected(new: Any, old: jax.Array) -> jax.Array:
+        return lax.select(applies, jnp.asarray(new, old.dtype), old)
+
+    if not is_inside():
+        result, new = update(applies, before)
+        return result, structure.unflatten(map(selected, new, before))
+    # One equation, so that `fn` is traced once: its program is changed, and not run again.
+    program, shapes = jax.make_jaxpr(jax.jit(update), return_shape=True)(applies, before)
+    decides, *arguments = program.jaxpr.invars
+    results = program.jaxpr.outvars[len(program.jaxpr.outvars) - len(before) :]
+    done = [new is old for new, old in zip(results, arguments, strict=True)]
 
     def compute(eqn: JaxprEqn, operands: list[jax.Array], path: tuple[int, ...]) -> list[jax.Array]:
-        values = jaxprs.bind(eqn, operands)
-        for i, v in enumerate(eqn.outvars):
-            if v in wanted and values[i].dtype == wanted[v].dtype:
-                values[i] = kept[v] = lax.select(applies, values[i], wanted[v])
-        return values
+        inner = eqn.params["jaxpr"]
+        inside = dict(zip(eqn.invars, inner.jaxpr.invars, strict=True))
+        values = dict(zip(eqn.outvars, inner.jaxpr.outvars, strict=True))
+        pairs = [
+            (values[new] if isinstance(new, Var) and new in values else None, inside[old])
+            for new, old in zip(results, arguments, strict=True)
+        ]
+        wanted = dict[Var, Var]()
+        for new, old in pairs:
+            if isinstance(new, Var) and jaxprs.array(new).dtype == jaxprs.array(old).dtype:
+                wanted.setdefault(new, old)
+        inner, found = jaxprs.with_selects(inner, inside[decides], wanted)
+        for i, (new, old) in enumerate(pairs):
+            done[i] |= isinstance(new, Var) and new in found and wanted[new] is old
+        return jaxprs.bind(eqn, operands, {**eqn.params, "jaxpr": inner})
 
-    results = jaxprs.interpret(jaxpr, before, compute)
-    rest = len(results) - len(before)
-    for i, (v, b) in enumerate(zip(outputs, before, strict=True), rest):
-        if isinstance(v, Literal) or v not in kept or wanted[v] is not b:
-            results[i] = lax.select(applies, jnp.asarray(results[i], b.dtype), b)
-    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+    leaves = jaxprs.interpret(program, [jnp.asarray(applies), *before], compute)
+    count = len(leaves) - len(before)
+    new = [
+        value if is_done else selected(value, old)
+        for value, old, is_done in zip(leaves[count:], before, done, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(shapes[0]), leaves[:count]), structure.unflatten(
+        new
+    )
 
 
 def variables_like(state: Any, owner: str, documented: Mapping[str, str] | None = None) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.dtypes import float0
 
 from gainstage._base import checks
@@ -16,6 +15,7 @@ from gainstage._base._jax import Tracer
 from gainstage._base.arrays import leaves_and_none
 from gainstage._base.warn import warn
 from gainstage._scaling import gradients
+from gainstage._scaling.finite_check import SMALL
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._scaling.step_telemetry import check_telemetry
 from gainstage._variables.sharding import (
@@ -228,7 +228,8 @@ class ScaledTransformation:
         if self.over:
             updates, shardings = divided_gradients(updates, shardings or param_shardings, self.over)
         if jax.device_count() == 1:
-            updates = jax.tree.map(gradients.row_major, updates)
+            rows, structure = jax.tree.flatten(updates)
+            updates = jax.tree.unflatten(structure, gradients.row_major(rows))
         if loss_scale is None:
             grads = updates = gradients.upcast(updates)
         else:
@@ -238,13 +239,6 @@ class ScaledTransformation:
         arrays = [
             g if g is not None and jnp.issubdtype(g.dtype, jnp.inexact) else None for _, g in named
         ]
-        # The barrier stops XLA:CPU from storing squares that `tx` computes too.
-        leaves = [
-            g
-            if g is None
-            else lax.platform_dependent(g, cpu=lax.optimization_barrier, default=lambda x: x)
-            for g in arrays
-        ]
         updates, inner, after, _, applied = self._scaling.step(
             functools.partial(self._updated, grads, params, extra),
             ScaledStepState(state.rule_state, state.observed),
@@ -253,7 +247,8 @@ class ScaledTransformation:
             1.0 if loss_scale is None else loss_scale,
             onto=_sums_of_multi_steps(state.inner, named, params),
             shardings=shardings,
-            checked=leaves,
+            # The barrier stops XLA:CPU from storing squares that `tx` computes too.
+            checked=gradients.behind_barriers(arrays, larger_than=SMALL),
             loss=extra.get("value"),
             apply_if=apply_if,
         )

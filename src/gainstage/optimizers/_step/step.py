@@ -257,8 +257,9 @@ class OptimizerStep:
         before, scale = state.scaled_state, jnp.float32(1)
         if not scaled_step.unscaled:
             scale = scaled_step.loss_scale(before.rule_state)
-        pairs = zip(inputs.grads, self.shardings, strict=True)
-        grads = [gradients.row_major(g) if sharding is None else g for g, sharding in pairs]
+        pairs = [*zip(inputs.grads, self.shardings, strict=True)]
+        alone = iter(gradients.row_major([g for g, sharding in pairs if sharding is None]))
+        grads = [next(alone) if sharding is None else g for g, sharding in pairs]
 
         def update(norms: Any, state: StepState) -> tuple[None, StepState]:
             return None, self(state, gradients.as_gradients(grads, scale), norms, inputs.rate)
