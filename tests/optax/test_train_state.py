@@ -1,5 +1,6 @@
 """A train state: a skipped step keeps all of it, in each way to train, and it is saved whole."""
 
+import concurrent.futures
 import copy
 import pickle
 import warnings
@@ -590,6 +591,39 @@ def test_an_applied_step_with_an_infinite_result_beside_its_loss_is_told_once(wh
     (said,) = [str(w.message) for w in told]
     assert f"'{where}/count', which the loss returns beside its value, has an inf or NaN" in said
     assert "gainstage.keep_float32()" in said
+
+
+def with_sums(w, batch):
+    """A loss whose aux has the names of the batch, and the sum of each array in it."""
+    return (w**2).sum(), {name: (w * x).sum() for name, x in batch.items()}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_of_batches_of_two_kinds_the_right_array_is_named(first, threads):
+    """Batches with other names of aux, in either order and in two threads: the warning names the
+    array of the kind in which it is not finite."""
+    bad = {"mean": jnp.float32(1.0), "scale": jnp.float32(2.0), "total": jnp.float32(jnp.inf)}
+    kinds = [bad, {"count": jnp.float32(1.0)}]
+    kinds = kinds[first:] + kinds[:first]
+    step = gs.train_step(with_sums, has_aux=True, donate=False)
+    start = gs.TrainState.create(jnp.ones(2), optax.sgd(0.0))
+
+    def run(offset):
+        state = start
+        for i in range(65):
+            state, *_ = step(state, kinds[(i + offset) % 2])
+        return state
+
+    def run_all():
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            jax.block_until_ready(list(pool.map(run, range(threads))))
+        run(0)
+
+    with pytest.warns(UserWarning, match="beside its value") as told:
+        run_all()
+    names = {str(warning.message).partition(",")[0] for warning in told}
+    assert names == {"'aux/total'"}
 
 
 def test_nothing_is_said_of_results_that_are_infinite_on_purpose():

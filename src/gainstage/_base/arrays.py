@@ -1,6 +1,7 @@
 """Arrays: which values are arrays, conversions to them, their names and memory, and pytrees."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Never, Self
 
@@ -49,6 +50,16 @@ class Static:
     structure: Any
     leaves: tuple[Any, ...]  # `_ARRAY` in the place of an array; others are functions and the like
 
+    @classmethod
+    def of_arrays(cls, structure: Any) -> Self:
+        """That of a pytree all of whose leaves are arrays."""
+        return cls(structure, (_ARRAY,) * structure.num_leaves)
+
+    @functools.cached_property
+    def count(self) -> int:
+        """How many arrays it takes."""
+        return sum(leaf is _ARRAY for leaf in self.leaves)
+
     @property
     def others(self) -> list[Any]:
         """The leaves that are not arrays."""
@@ -72,7 +83,7 @@ def partition(tree: Any, kinds: tuple[type, ...] = ARRAYS) -> tuple[list[Any], S
     """Splits a pytree into its arrays, the leaves of these kinds, and the rest."""
     leaves, structure = jax.tree.flatten(tree)
     if all(issubclass(kind, kinds) for kind in set(map(type, leaves))):
-        return leaves, Static(structure, (_ARRAY,) * len(leaves))
+        return leaves, Static.of_arrays(structure)
     places = tuple(_ARRAY if isinstance(leaf, kinds) else leaf for leaf in leaves)
     return [leaf for leaf in leaves if isinstance(leaf, kinds)], Static(structure, places)
 

@@ -2,7 +2,7 @@
 which an applied step returned what is not finite beside its loss."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,8 +45,7 @@ class DeadRunWatch:
     def __init__(self, lowest: float = 0.0) -> None:
         self._lowest, self._count, self._warned = lowest, 0, False
         self._steps: deque[tuple[Any, Any, Any, Any]] = deque(maxlen=EVERY)
-        self._spoiled: deque[Any] = deque(maxlen=EVERY)
-        self.beside: list[str] = []  # the names of what is returned beside the loss
+        self._spoiled: deque[tuple[Any, Sequence[str]]] = deque(maxlen=EVERY)
 
     def see(
         self,
@@ -55,6 +54,7 @@ class DeadRunWatch:
         wanted: Any = True,
         scale: Any = None,
         spoiled: Any = None,
+        beside: Sequence[str] = (),
     ) -> None:
         """Notes a step.
 
@@ -65,11 +65,12 @@ class DeadRunWatch:
             scale: the loss scale after it, an array that no step donates, or None.
             spoiled: the number in `beside` of what is not finite though the step was applied, -1
                 for none, or None.
+            beside: the names of what this step has returned beside the loss.
         """
         self._count += 1
         self._steps.append((applied, loss, wanted, scale))
         if spoiled is not None:
-            self._spoiled.append(spoiled)
+            self._spoiled.append((spoiled, beside))
 
     def look(self, scale: Callable[[], Any]) -> None:
         """Looks at the steps that it has seen, if it is time.
@@ -79,10 +80,11 @@ class DeadRunWatch:
         """
         if self._count % EVERY:
             return
-        found = [int(np.asarray(x)) for x in self._spoiled if _is_ready(x)]
-        if (number := max(found, default=-1)) >= 0:
+        ready = [(int(np.asarray(x)), names) for x, names in self._spoiled if _is_ready(x)]
+        spoiled = [names[number] for number, names in ready if number >= 0]
+        if spoiled:
             self._spoiled = deque(maxlen=0)  # it is said once
-            warn(_SPOILED.format(name=self.beside[number]))
+            warn(_SPOILED.format(name=spoiled[-1]))
         if self._warned:
             return
         steps = list(self._steps)

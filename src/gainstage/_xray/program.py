@@ -11,9 +11,9 @@ import numpy as np
 
 from gainstage._base._jax import ClosedJaxpr
 from gainstage._base.arrays import ARRAYS, is_key, joined, partition
-from gainstage._variables.types import PyTree, Using
+from gainstage._variables.types import PyTree
 from gainstage._xray.numbers import is_floating
-from gainstage.transforms.value_and_grad import scaled_value_and_grad
+from gainstage.transforms.value_and_grad import Loss
 
 
 class Program(NamedTuple):
@@ -27,21 +27,16 @@ class Program(NamedTuple):
     is_finite: Callable[..., jax.Array]  # of the scale and the arguments: the compiled program
 
 
-def program_of(
-    loss_fn: Callable[..., Any],
-    args: Sequence[Any],
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    using: Using | None,
-) -> Program:
+def program_of(loss: Loss, args: Sequence[Any], argnums: int | Sequence[int]) -> Program:
     """Traces the loss and its gradients.
 
     Args:
-        loss_fn, argnums, has_aux, using: as for `gainstage.value_and_grad`.
-        args: the arguments of `loss_fn`. Leaves that are not arrays are constants.
+        loss: what is differentiated.
+        argnums: as for `gainstage.value_and_grad`.
+        args: the arguments of the loss. Leaves that are not arrays are constants.
     """
     chosen = {n % max(len(args), 1) for n in np.atleast_1d(argnums).tolist()}
-    words = _argument_names(loss_fn, len(args))
+    words = _argument_names(loss.fun, len(args))
     names, is_parameter = [], []
     # A number in the batch is an argument; one inside a model, such as a dropout rate, is not.
     args = tuple(jnp.asarray(x) if type(x) in (float, complex) else x for x in args)
@@ -55,10 +50,8 @@ def program_of(
     arrays = [x if is_key(x) else jnp.asarray(x) for x in arrays]
 
     def step(scale: jax.Array, arrays: list[jax.Array]) -> tuple[jax.Array, PyTree]:
-        args = static.combine(arrays)
-        differentiate = scaled_value_and_grad(loss_fn, scale, has_aux, using, args, argnums)
-        (_, (loss, _)), grads = differentiate(*args)
-        return loss, grads
+        backward = loss.backward(scale, static.combine(arrays), argnums=argnums)
+        return backward.loss, backward.grads
 
     jaxpr, (_, shapes) = jax.make_jaxpr(step, return_shape=True)(jnp.float32(1), arrays)
     paths = jax.tree_util.tree_flatten_with_path(shapes)[0]

@@ -23,7 +23,8 @@ from gainstage._xray.windows import Window, together, windows_of
 from gainstage.precision.autocast import plan_of
 from gainstage.runs.telemetry import ADVISE
 from gainstage.transforms.loss_scaled_state import loss_scaled_state
-from gainstage.transforms.train_state import TrainState, with_parts
+from gainstage.transforms.train_state import TrainState
+from gainstage.transforms.value_and_grad import Loss
 
 __all__ = ["Cause", "Remedy", "Window", "Xray", "xray"]
 
@@ -95,15 +96,14 @@ def xray(
             "Expected the loss first; got a TrainState. Write gainstage.xray(loss_fn, state, "
             "*batch)."
         )
-    is_cast, is_next = plan_of(loss_fn) is not None, False
+    is_cast, is_next, has_extra = plan_of(loss_fn) is not None, False, False
     if args and isinstance(args[0], TrainState):
         state, *batch = args
         if scale is None:
             scale, is_next = _scale_of_last_step(state)
         args = (state.params, *batch)
         if state.extra is not None:
-            args = (state.params, state.extra, *batch)
-            loss_fn, has_aux = with_parts(loss_fn, True, has_aux), True
+            has_extra, args = True, (state.params, state.extra, *batch)
     if scale is None:
         raise TypeError(
             "Expected a TrainState, or a scale; got neither. Write gainstage.xray(loss_fn, state, "
@@ -111,7 +111,7 @@ def xray(
             "step without loss scaling."
         )
     value = checks.loss_scale("scale", float(np.asarray(scale)))
-    program = program_of(loss_fn, args, argnums, has_aux, using)
+    program = program_of(Loss(loss_fn, has_aux, using, has_extra), args, argnums)
     steps = jaxprs.count(program.jaxpr)
     with counted(steps, "X-ray", "trying change", every=16, shows=progress) as tick:
         return Xray(program, float(value), tick, prescribe, compiled, is_cast, is_next)

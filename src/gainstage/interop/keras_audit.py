@@ -12,8 +12,9 @@ from gainstage._variables.types import PyTree
 from gainstage.interop.keras_autocast import Autocast
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_measured import as_arrays, refuse_own_step
-from gainstage.transforms.audit import BOUNDS, Given, Sides, checked_bounds
+from gainstage.transforms.audit import BOUNDS, Given, checked_bounds
 from gainstage.transforms.audited_run import AuditedRun, Audits
+from gainstage.transforms.value_and_grad import Loss
 
 
 class Audit(keras.callbacks.Callback):
@@ -77,7 +78,7 @@ class Audit(keras.callbacks.Callback):
         refuse_own_step(model, "gainstage.audit")
         if self._run is None or self._of is not model:
             self._of = model
-            self._run = AuditedRun(Sides(_loss_of(model), False, None), self._every, self._bounds)
+            self._run = AuditedRun(Loss(_loss_of(model)), self._every, self._bounds)
         # After a fit that was interrupted, the function of that one is still there.
         plain = getattr(model.train_function, "plain", model.train_function)
         model.train_function = self._audited(model, plain)

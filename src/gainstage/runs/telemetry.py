@@ -17,8 +17,8 @@ from gainstage._scaling.step_telemetry import Observed, StepInfo
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._step.saving import unique_names
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
-from gainstage.transforms import models
 from gainstage.transforms.loss_scaled_state import observed_in
+from gainstage.transforms.models import kind_of
 from gainstage.transforms.train_state import TrainState
 
 MEASURED = (
@@ -404,7 +404,7 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
     elif params is None:
         names = [f"gradient {place}" for place in range(len(causes))]
     else:
-        params = models.trainable(params)
+        params = kind_of(params).trainable(params)
         leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: x is None)
         names = [joined(path) or "params" for path, _ in leaves]
     if len(names) != len(causes):

@@ -12,15 +12,15 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from gainstage._base import checks
-from gainstage._base.arrays import Static, joined, partition
+from gainstage._base.arrays import joined
 from gainstage._base.checks import as_power
 from gainstage._scaling import gradients
 from gainstage._variables.types import PyTree, Scalar, Using
-from gainstage.transforms import models, nnx_objects
-from gainstage.transforms.nnx_objects import Graph, partition_model
+from gainstage.transforms.models import Copy, Partition, kind_of, split
 from gainstage.transforms.retrace import IS_KEPT
-from gainstage.transforms.train_state import TrainState, with_parts
-from gainstage.transforms.value_and_grad import scaled_value_and_grad
+from gainstage.transforms.step import StateParts, differentiated
+from gainstage.transforms.train_state import TrainState
+from gainstage.transforms.value_and_grad import Loss
 
 # The largest errors that are within the bounds: of the loss, of all gradients together, and of the
 # gradient of one tensor.
@@ -291,12 +291,12 @@ def audit(
         scale = checks.loss_scale("scale", scale)
     checked = checked_bounds("bounds", bounds)
     params, extra = (args[0], None) if state is None else (state.params, state.extra)
-    sides = Sides(fun, checks.flag("has_aux", has_aux), using)
+    loss = Loss(fun, checks.flag("has_aux", has_aux), using)
     step = None if state is None else state.step
     given = Given(params, extra, args[1:], scale, step)
     for part in (1, *PARTS):
         try:
-            return of_batch(_compiled, sides, given, checked, part)
+            return of_batch(_compiled, loss, given, checked, part)
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error) or part == PARTS[-1] or not shares_axis(args[1:]):
                 raise
@@ -347,37 +347,16 @@ class Given(NamedTuple):
     step: Any = None  # its number
 
 
-class Sides(NamedTuple):
-    """What is compared: a loss under autocast, and how it is differentiated."""
-
-    loss_fn: Callable[..., Any]
-    has_aux: bool
-    using: Using | None
-
-    @property
-    def rounding(self) -> float:
-        """The largest relative error of rounding a number to half precision once."""
-        plan = next(e.autocast_plan for e in _wrapped(self.loss_fn) if hasattr(e, "autocast_plan"))
-        dtype = getattr(plan, "dtype", plan)
-        return float(jnp.finfo("bfloat16" if dtype == "bfloat16" else "float16").eps) / 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """Parameters and extra of a state, without their arrays."""
-
-    model: Static | Graph
-    count: int  # of the arrays of the model
-    extra: Static
-
-    def combine(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
-        """The parameters and the extra with these arrays: new objects at each call."""
-        return self.model.combine(arrays[: self.count]), self.extra.combine(arrays[self.count :])
+def _rounding_in(loss: Loss) -> float:
+    """The largest relative error of rounding a number to half precision once."""
+    plan = next(e.autocast_plan for e in _wrapped(loss.fun) if hasattr(e, "autocast_plan"))
+    dtype = getattr(plan, "dtype", plan)
+    return float(jnp.finfo("bfloat16" if dtype == "bfloat16" else "float16").eps) / 2
 
 
 def of_batch(
     compiled: Callable[..., Any],
-    sides: Sides,
+    loss: Loss,
     given: Given,
     bounds: tuple[float, float, float],
     part: int,
@@ -386,16 +365,14 @@ def of_batch(
 
     Args:
         compiled: what `compiled_audit` returned.
-        sides: what is compared.
+        loss: a loss under autocast.
         given: the arguments of the step.
         bounds: as for `audit`.
         part: use the first `1 / part` of the batch.
     """
-    arrays, model = partition_model(given.params)
-    more, rest = partition(given.extra)
-    split = Split(model, len(arrays), rest)
+    arrays, partition = split(given.params, given.extra)
     scale, limits = jnp.float32(given.scale), np.asarray(bounds, np.float32)
-    found = compiled(sides, split, part, [*arrays, *more], given.batch, scale, limits)
+    found = compiled(loss, partition, part, arrays, given.batch, scale, limits)
     return dataclasses.replace(found, step=given.step, bounds=bounds)
 
 
@@ -416,36 +393,34 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def _compare(
-    sides: Sides,
-    split: Split,
+    loss_fn: Loss,
+    partition: Partition,
     part: int,
     arrays: list[Any],
     batch: PyTree,
     scale: jax.Array,
     bounds: jax.Array,
 ) -> AuditResult:
+    rounding = _rounding_in(loss_fn)
     if part > 1:
         batch = jax.tree.map(lambda x: x[: len(x) // part] if jnp.ndim(x) else x, batch)
 
-    def call(arrays: list[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The loss, and arguments that nothing else changes."""
-        params, extra = split.combine(arrays)
-        own = [] if extra is None else [extra]
-        fresh = jax.tree.map(lambda x: x, batch) if nnx_objects.nodes_in(batch) else batch
-        return with_parts(sides.loss_fn, extra is not None, sides.has_aux), (params, *own, *fresh)
-
     def side(scale: jax.Array, arrays: list[Any]) -> tuple[jax.Array, PyTree, PyTree]:
-        loss_fn, given = call(arrays)
-        differentiate = scaled_value_and_grad(loss_fn, scale, True, sides.using, given)
-        (_, (loss, _)), grads = differentiate(*given)
-        return loss, gradients.unscale(grads, scale), models.chosen(given[0], grads)
+        params, extra, _ = partition.combine(arrays)
+        state = StateParts(params, None, extra, None)
+        backward = differentiated(loss_fn, state, scale, Copy(batch).tree)
+        chosen = kind_of(params).chosen(params, backward.grads)
+        return backward.loss, gradients.unscale(backward.grads, scale), chosen
 
     # The loss as it was written: autocast changes nothing in `IS_KEPT`, at any depth of calls, and
     # no product is rounded to TF32 or bfloat16.
     with IS_KEPT(True), jax.default_matmul_precision("highest"):
         exact, true, params = side(jnp.float32(1.0), arrays)
-        loss_fn, given = call(arrays)
-        again = gradients.upcast(loss_fn(*given)[0])  # XLA computes it once, if it is the same
+        model, extra, _ = partition.combine(arrays)
+        given = (model, *([] if extra is None else [extra]), *Copy(batch).tree)
+        # XLA computes it once, if it is the same.
+        whole = loss_fn._replace(has_extra=extra is not None)
+        again = gradients.upcast(whole.parts(whole.fun(*given))[0])
     loss, grads, _ = side(scale, arrays)
 
     named = [
@@ -477,13 +452,13 @@ def _compare(
     def moved(size: jax.Array) -> jax.Array:
         """The squares of the changes of the gradients if each parameter is rounded."""
         with IS_KEPT(True), jax.default_matmul_precision("highest"):
-            _, other, _ = side(jnp.float32(1.0), _rounded(arrays, split.count, size))
+            _, other, _ = side(jnp.float32(1.0), _rounded(arrays, partition.params.count, size))
         other = [t for t in jax.tree.leaves(other) if jnp.issubdtype(t.dtype, jnp.inexact)]
         return jnp.stack([square(o - t) for o, (_, _, t, _) in zip(other, named, strict=True)])
 
     # Two gradients more, only where there is an error to be explained. At a kink of the loss, such
     # as that of a maximum, one of the two directions may be on the other side of it.
-    both = sides.rounding * jnp.array([1.0, -1.0], jnp.float32)
+    both = rounding * jnp.array([1.0, -1.0], jnp.float32)
     shifts = jax.lax.cond(
         is_past | are_past.any(),
         lambda: jax.lax.map(moved, both).max(axis=0),
@@ -494,7 +469,7 @@ def _compare(
     are_explained &= ~is_past | (errors.sum() <= explained.sum())
     # The largest change of the loss, to first order, if each parameter is rounded.
     change = sum(jnp.sum(jnp.abs(t * w), dtype=jnp.float32) for *_, t, w in named)
-    slack = ROUNDINGS * sides.rounding * change
+    slack = ROUNDINGS * rounding * change
     off, half = loss - exact, (loss, *(g for _, g, *_ in named))
     difference = _ratio(off, jnp.abs(exact))
     true_finite = jnp.isfinite(exact) & jnp.isfinite(norms).all()

@@ -11,12 +11,12 @@ from gainstage.transforms.audit import (
     PARTS,
     AuditResult,
     Given,
-    Sides,
     compiled_audit,
     is_out_of_memory,
     of_batch,
     shares_axis,
 )
+from gainstage.transforms.value_and_grad import Loss
 
 ENOUGH = 3  # audits in a row that are a little past a bound
 _INSIDE = (
@@ -51,13 +51,13 @@ class AuditedRun:
     """Audits steps of a run, before they are taken, and never waits for a result.
 
     Args:
-        sides: what is compared.
+        loss: a loss under autocast.
         every: the number of steps between audits.
         bounds: as for `audit`.
     """
 
-    def __init__(self, sides: Sides, every: int, bounds: tuple[float, float, float]) -> None:
-        self._sides, self._every, self._bounds = sides, every, bounds
+    def __init__(self, loss: Loss, every: int, bounds: tuple[float, float, float]) -> None:
+        self._loss, self._every, self._bounds = loss, every, bounds
         self._compiled = compiled_audit()
         self._part = 1  # of the batch that is used; 0 if audits are left out
         self._next, self._extra = 0, math.inf  # the steps of the next audits
@@ -104,7 +104,7 @@ class AuditedRun:
         """The audit of a batch, or of a part of it that fits into memory."""
         while self._part:
             try:
-                return of_batch(self._compiled, self._sides, given, self._bounds, self._part)
+                return of_batch(self._compiled, self._loss, given, self._bounds, self._part)
             except Exception as error:
                 if self._part == 1 and not is_out_of_memory(error):
                     raise  # which the step would raise too

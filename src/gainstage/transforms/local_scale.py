@@ -10,8 +10,8 @@ from gainstage._base import checks
 from gainstage._base.arrays import partition
 from gainstage._programs.backward_at import backward_at
 from gainstage._variables.types import P, PyTree, R, Scalar
-from gainstage.transforms import nnx_objects
 from gainstage.transforms.marks import marked
+from gainstage.transforms.models import Copy, change
 
 
 def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
@@ -63,16 +63,15 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
         arrays, static = partition(args)
 
         def of_arrays(*values: ArrayLike) -> tuple[R, PyTree]:
-            own = nnx_objects.sharing_as(args, static.combine(values))
-            before = nnx_objects.values_in(own)
-            result = untyped(*own)
+            copy = Copy(args, static.combine(values))
+            result = untyped(*copy.tree)
             if not any(map(jnp.shape, jax.tree.leaves(result))):  # a loss, not a part of a network
                 result = jax.tree.map(_scales_itself, result)
-            return result, nnx_objects.changes(own, before)
+            return result, copy.changes()
 
         converted, closed_over = jax.closure_convert(of_arrays, *arrays)
         result, changed = backward_at(converted, scale)(*arrays, *closed_over)
-        nnx_objects.change(args, changed)
+        change(args, changed)
         return result
 
     result: Callable[..., R] = scaled  # it takes no keywords, which a `ParamSpec` cannot say

@@ -43,13 +43,13 @@ from gainstage.rules.loss_scale import (
     as_rule,
     start,
 )
-from gainstage.transforms import models
 from gainstage.transforms.loss_scaled_state import (
     LossScaledState,
     refuse_other,
     states_in,
 )
 from gainstage.transforms.marks import marked, marked_function
+from gainstage.transforms.models import kind_of
 from gainstage.transforms.optax_checks import check_transformation
 from gainstage.transforms.plain_gradients import NOT_SCALED, is_plain
 from gainstage.transforms.refusals import (
@@ -180,8 +180,9 @@ class ScaledTransformation:
         telemetry, every = check_telemetry(telemetry, underflow_every)
         self._scaling = ScaledStep(self.rule, telemetry, every)
         self._watches = self.rule != FixedLossScale(1.0)  # gradients times 1 are the true ones
-        self._told = set[str]()  # the warnings that were given
-        self._fits = False  # whether an update got a state that fits: an eager loop is checked once
+        self._fits = (
+            False  # whether an eager update got a state that fits: its loop is checked once
+        )
         # What decides what it does: two that are made alike of one `tx` do the same.
         self.key: tuple[Any, ...] = (self._tx, self.rule, telemetry, every, over)
 
@@ -191,11 +192,12 @@ class ScaledTransformation:
 
     def init(self, params: PyTree) -> LossScaledState:
         """The state before the first step."""
-        params = models.trainable(params)
+        params = kind_of(params).trainable(params)
         check_leaves(params)
         inner = created_over(self._first, params, self.over) if self.over else self._first(params)
         for wrong in (half_in(params), statistics_in(params, inner)):
-            self._tell(wrong)
+            if wrong:
+                warn(wrong)
         if states_in(inner):
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
         first = self._scaling.first(start(self.rule), len(leaves_and_none(params)))
@@ -222,8 +224,8 @@ class ScaledTransformation:
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
         self._check(updates, state, params, loss_scale, extra)
         updates, state, loss_scale = self._marked(updates, state, loss_scale, apply_if)
-        if models.library(params):
-            params = models.chosen(params, updates)
+        if (kind := kind_of(params)).is_model:
+            params = kind.chosen(params, updates)
         params = gradients.upcast(params)
         if self.over:
             updates, shardings = divided_gradients(updates, shardings or param_shardings, self.over)
@@ -287,15 +289,11 @@ class ScaledTransformation:
         inner: OptState,
     ) -> tuple[PyTree, OptState]:
         """The updates of `tx` and its state, for true gradients."""
-        if is_inside() or not self._fits:
-            self._fits = False
-            with contextlib.suppress(Exception):  # `refuse_other` looks at what is not as usual
-                kinds = jax.eval_shape(self._tx.init, grads), inner
-                own, new = (jax.tree.map(lambda x: x.shape, tree) for tree in kinds)
-                self._fits = own == new
-            if not self._fits:
+        inside = is_inside()
+        if inside or not self._fits:
+            if not _fits(self._tx, inner, grads):
                 refuse_other(self._tx, inner, grads, params)
-                self._fits = True
+            self._fits |= not inside
         try:
             updates, new = self._tx.update(grads, inner, params, **extra)
         except (TypeError, ValueError) as error:
@@ -330,18 +328,21 @@ class ScaledTransformation:
             if getattr(scale, "dtype", None) in (jnp.float16, jnp.bfloat16):
                 raise cast_state(scale.dtype)
             if loss_scale is None and is_plain(updates, scale, params):
-                self._tell(NOT_SCALED)
+                warn(NOT_SCALED)
             for name in ("grad_fn", "value_fn"):
                 if name in extra:
                     extra[name] = marked_function(extra[name], name)
         if "loss" in self.rule.measures and extra.get("value") is None:
-            self._tell(NO_LOSS.format(rule=type(self.rule).__name__))
+            warn(NO_LOSS.format(rule=type(self.rule).__name__))
 
-    def _tell(self, wrong: str | None) -> None:
-        """Warns, once of each fault."""
-        if wrong and wrong not in self._told:
-            self._told.add(wrong)
-            warn(wrong)
+
+def _fits(tx: Transformation, state: OptState, grads: PyTree) -> bool:
+    """Whether `tx.init` makes such a state of such gradients; False too where it cannot tell."""
+    with contextlib.suppress(Exception):  # `refuse_other` looks at what is not as usual
+        kinds = jax.eval_shape(tx.init, grads), state
+        made, given = (jax.tree.map(lambda x: x.shape, tree) for tree in kinds)
+        return bool(made == given)
+    return False
 
 
 def transformation_of(tx: Transformation) -> ScaledTransformation | None:

@@ -1,37 +1,140 @@
-"""Models of Flax NNX and Equinox: what differentiates them, and what of them is trained."""
+"""Models: pytrees of arrays, and those of Flax NNX and Equinox, of which a call may change parts.
 
-# Neither library is imported here: whoever has a model has imported it.
+Neither library is imported here: whoever has a model has imported it.
+"""
 
+import dataclasses
 import functools
+import itertools
+import operator
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
+from jax.tree_util import treedef_tuple
 
-from gainstage._variables.types import PyTree, Using
-from gainstage.transforms.nnx_objects import nodes_in
+from gainstage._base.arrays import ARRAYS, Static, partition
+from gainstage._variables.types import PyTree, Tree
 
 Model = TypeVar("Model")
-NNX, EQUINOX = "flax.nnx", "equinox"
+At: TypeAlias = tuple[Any, ...]  # a path in the state of NNX objects
 
 
-def library(*models: Any, beside: PyTree = ()) -> str | None:
-    """The library of a model among these values: `NNX`, `EQUINOX` or None. Any object of NNX
-    beside them counts too, such as `nnx.Rngs`, if they are of no other library."""
-    for name in (NNX, EQUINOX):
-        module = getattr(sys.modules.get(name), "Module", ())
+def _nnx() -> Any:
+    return sys.modules.get("flax.nnx")
+
+
+def _equinox() -> Any:
+    return sys.modules.get("equinox")
+
+
+# ── the kinds of models ──────────────────────────────────────────────────────────────────────────
+
+
+class Arrays:
+    """A pytree of arrays; of the models of libraries, what differs from it."""
+
+    is_model = False  # of a library, which says what of it is trained
+
+    def trainable(self, model: PyTree) -> PyTree:
+        """What is trained, as a pytree of arrays."""
+        _refuse_models_in(model)
+        return model
+
+    def chosen(self, model: PyTree, grads: PyTree) -> PyTree:
+        """The parameters that have gradients, in the structure of `grads`."""
+        pick = lambda g, p: None if g is None else p  # noqa: E731
+        return jax.tree.map(pick, grads, model, is_leaf=lambda x: x is None)
+
+    def mapped(self, change: Callable[..., Any], model: Model, updates: PyTree) -> Model:
+        """The model with `change(parameter, its update)` in the place of each parameter."""
+        new: Any = jax.tree.map(change, model, updates, is_leaf=lambda x: x is None)
+        return new
+
+    def value_and_grad(self, fun: Callable[..., Any], /, **options: Any) -> Callable[..., Any]:
+        """`jax.value_and_grad` with respect to what is trained."""
+        return jax.value_and_grad(fun, **options)
+
+
+class Equinox(Arrays):
+    """A model of Equinox."""
+
+    is_model = True
+
+    def trainable(self, model: PyTree) -> PyTree:
+        """Its floating arrays, with None for all else."""
+        return _equinox().filter(model, _equinox().is_inexact_array)
+
+    def value_and_grad(self, fun: Callable[..., Any], /, **options: Any) -> Callable[..., Any]:
+        """`equinox.filter_value_and_grad`, which has no argnums."""
+        argnums = options.pop("argnums", 0)
+        filtered = functools.partial(_equinox().filter_value_and_grad, **options)
+        if argnums == 0:
+            return filtered(fun)
+        numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
+
+        def differentiate(*args: PyTree, **kwargs: Any) -> tuple[Any, PyTree]:
+            def of(chosen: Sequence[Any]) -> Any:
+                whole = list(args)
+                for n, arg in zip(numbers, chosen, strict=True):
+                    whole[n] = arg
+                return fun(*whole, **kwargs)
+
+            value, grads = filtered(of)(tuple(args[n] for n in numbers))
+            return value, (grads if isinstance(argnums, Sequence) else grads[0])
+
+        return differentiate
+
+
+class Nnx(Arrays):
+    """A model of Flax NNX, or any other object of it."""
+
+    is_model = True
+
+    def trainable(self, model: PyTree) -> PyTree:
+        """The state of its `nnx.Param`s."""
+        return _nnx().state(model, _nnx().Param)
+
+    def chosen(self, model: PyTree, grads: PyTree) -> PyTree:
+        """The state of the parameters that have gradients."""
+        if not isinstance(grads, _nnx().State):
+            return super().chosen(model, grads)
+        wanted = dict(_nnx().to_flat_state(grads))
+        pairs = [(at, x) for at, x in _nnx().to_flat_state(_nnx().state(model)) if at in wanted]
+        return _nnx().from_flat_state(pairs)
+
+    def mapped(self, change: Callable[..., Any], model: Model, updates: PyTree) -> Model:
+        """The model itself, whose parameters have changed."""
+        if not isinstance(updates, _nnx().State):
+            return super().mapped(change, model, updates)
+        _nnx().update(model, jax.tree.map(change, self.chosen(model, updates), updates))
+        return model
+
+    def value_and_grad(self, fun: Callable[..., Any], /, **options: Any) -> Callable[..., Any]:
+        """`flax.nnx.value_and_grad`."""
+        return _nnx().value_and_grad(fun, **options)
+
+
+_ARRAYS, _EQUINOX, _NNX = Arrays(), Equinox(), Nnx()
+
+
+def kind_of(*models: Any, beside: PyTree = ()) -> Arrays:
+    """What the models among these values are. Any object of NNX beside them counts too, such as
+    `nnx.Rngs`, if they are of no other library."""
+    for library, kind in ((_nnx(), _NNX), (_equinox(), _EQUINOX)):
+        module = getattr(library, "Module", ())
         if any(isinstance(model, module) for model in models):
-            return name
-    objects = getattr(sys.modules.get(NNX), "Pytree", ())
+            return kind
+    objects = getattr(_nnx(), "Pytree", ())
     nodes = jax.tree.leaves(beside, is_leaf=lambda x: isinstance(x, objects)) if objects else []
-    return NNX if any(isinstance(node, objects) for node in nodes) else None
+    return _NNX if any(isinstance(node, objects) for node in nodes) else _ARRAYS
 
 
-def refuse_models_in_a_pytree(params: PyTree) -> None:
+def _refuse_models_in(params: PyTree) -> None:
     """Raises an error for NNX models in a tuple or dictionary, of which JAX trains copies."""
-    module = getattr(sys.modules.get(NNX), "Module", ())
-    if isinstance(params, module) or not any(isinstance(x, module) for x in nodes_in(params)):
+    module = getattr(_nnx(), "Module", ())
+    if not any(isinstance(x, module) for x in nodes_in(params)):
         return
     kind, several = type(params).__name__, "Dict" if isinstance(params, dict) else "List"
     raise TypeError(
@@ -40,71 +143,226 @@ def refuse_models_in_a_pytree(params: PyTree) -> None:
     )
 
 
-def _of_nnx(fun: Callable[..., Any], /, **options: Any) -> Callable[..., Any]:
-    return sys.modules[NNX].value_and_grad(fun, **options)
+def advice_for(params: PyTree) -> str:
+    """What to pass instead of parameters with leaves that are no arrays."""
+    equinox = _equinox()
+    if equinox is not None and isinstance(params, tuple | list | dict):
+        kinds = equinox.Module, equinox.nn.State
+        parts = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds))
+        if any(isinstance(part, equinox.nn.State) for part in parts):
+            return "Pass the State of Equinox apart: TrainState.create(model, tx, extra=state)."
+        if any(isinstance(part, equinox.Module) for part in parts):
+            return (
+                "Make the models one: an equinox.Module with a field for each. In a chain of your "
+                "own, pass equinox.filter(params, equinox.is_inexact_array) to tx.init."
+            )
+    return "Pass the parameters alone, such as equinox.filter(params, equinox.is_inexact_array)."
 
 
-def _of_equinox(
-    fun: Callable[..., Any], /, *, has_aux: bool = False, argnums: int | Sequence[int] = 0
-) -> Callable[..., Any]:
-    """`equinox.filter_value_and_grad`, which has no argnums."""
-    filtered = functools.partial(sys.modules[EQUINOX].filter_value_and_grad, has_aux=has_aux)
-    if argnums == 0:
-        return filtered(fun)
-    numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
-
-    def differentiate(*args: PyTree, **kwargs: Any) -> tuple[Any, PyTree]:
-        def of(chosen: Sequence[Any]) -> Any:
-            whole = list(args)
-            for n, arg in zip(numbers, chosen, strict=True):
-                whole[n] = arg
-            return fun(*whole, **kwargs)
-
-        value, grads = filtered(of)(tuple(args[n] for n in numbers))
-        return value, (grads if isinstance(argnums, Sequence) else grads[0])
-
-    return differentiate
+# ── a state without its arrays ───────────────────────────────────────────────────────────────────
 
 
-# What differentiates with respect to a model of each library.
-VALUE_AND_GRAD: dict[str | None, Using] = {
-    None: jax.value_and_grad,
-    EQUINOX: _of_equinox,
-    NNX: _of_nnx,
-}
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """An NNX model with shared variables without its arrays, in the place of a `Static`."""
+
+    definition: Any
+    state: Static
+
+    @property
+    def structure(self) -> Any:
+        """The structure of the state of the model."""
+        return self.state.structure
+
+    @property
+    def count(self) -> int:
+        """How many arrays it takes."""
+        return self.state.count
+
+    @property
+    def others(self) -> list[Any]:
+        """The leaves that are not arrays."""
+        return self.state.others
+
+    def combine(self, arrays: Iterable[Any]) -> Any:
+        """The model with these arrays."""
+        return self.built(self.state.combine(arrays))
+
+    def placed(self, arrays: Iterable[Any]) -> list[Any]:
+        """The leaves of the state of the model, with these arrays in their places."""
+        return self.state.placed(arrays)
+
+    def built(self, tree: Any) -> Any:
+        """The model of a state."""
+        return _nnx().merge(self.definition, tree)
 
 
-def trainable(params: PyTree) -> PyTree:
-    """What is trained: the parameters of a model, as a pytree; other pytrees as they are."""
-    refuse_models_in_a_pytree(params)
-    found = library(params)
-    if found == NNX:
-        nnx = sys.modules[NNX]
-        return nnx.state(params, nnx.Param)
-    if found == EQUINOX:
-        eqx = sys.modules[EQUINOX]
-        return eqx.filter(params, eqx.is_inexact_array)
-    return params
+class Parts(NamedTuple):
+    """Of a state: the model, what else a loss changes, and the rest."""
+
+    params: Any
+    extra: Any
+    rest: Any
 
 
-def is_nnx(params: PyTree, grads: PyTree) -> bool:
-    """Whether `params` is an NNX model whose gradients `grads` are an `nnx.State`."""
-    state = getattr(sys.modules.get(NNX), "State", ())
-    return library(params) == NNX and isinstance(grads, state)
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """The parts of a state without their arrays, which are one list."""
+
+    params: Static | Graph
+    extra: Static
+    rest: Static
+
+    @property
+    def parts(self) -> Parts:
+        """The three of them."""
+        return Parts(self.params, self.extra, self.rest)
+
+    @property
+    def count(self) -> int:
+        """How many arrays there are."""
+        return sum(part.count for part in self.parts)
+
+    @functools.cached_property
+    def structure(self) -> Any:
+        """The structure of the three, where each model is the state that `leaves` fills."""
+        return treedef_tuple([part.structure for part in self.parts])
+
+    @functools.cached_property
+    def _is_filled(self) -> bool:
+        return bool(self.params.others)
+
+    def leaves(self, arrays: list[Any]) -> list[Any]:
+        """The leaves of `structure`, with these arrays and all that is no array."""
+        if not self._is_filled:
+            return arrays
+        return [*self.params.placed(arrays[: self.params.count]), *arrays[self.params.count :]]
+
+    def lists(self, arrays: Iterable[Any]) -> Parts:
+        """The arrays of each part, or what there is for each array."""
+        each = iter(arrays)
+        return Parts(*(list(itertools.islice(each, part.count)) for part in self.parts))
+
+    def combine(self, arrays: Iterable[Any]) -> Parts:
+        """The parts with these arrays: new objects at each call."""
+        lists = self.lists(arrays)
+        return Parts(*(p.combine(xs) for p, xs in zip(self.parts, lists, strict=True)))
 
 
-def chosen(params: PyTree, grads: PyTree) -> PyTree:
-    """The parameters that have gradients, in the structure of `grads`."""
-    if not is_nnx(params, grads):
-        pick = lambda g, p: None if g is None else p  # noqa: E731
-        return jax.tree.map(pick, grads, params, is_leaf=lambda x: x is None)
-    nnx = sys.modules[NNX]
-    wanted = dict(nnx.to_flat_state(grads))
-    pairs = [(at, value) for at, value in nnx.to_flat_state(nnx.state(params)) if at in wanted]
-    return nnx.from_flat_state(pairs)
+def split(
+    params: PyTree, extra: PyTree, rest: PyTree = None, kinds: tuple[type, ...] = ARRAYS
+) -> tuple[list[Any], Partition]:
+    """Splits a state into its arrays, the leaves of these kinds and all of the rest, and what else
+    there is."""
+    arrays, model = split_model(params, kinds)
+    more, static = partition(extra, kinds)
+    leaves, structure = jax.tree.flatten(rest)
+    return [*arrays, *more, *leaves], Partition(model, static, Static.of_arrays(structure))
 
 
-def updated(model: Model, new: PyTree) -> Model:
-    """Updates an NNX model with these parameters and returns it."""
-    sys.modules[NNX].update(model, new)
-    return model
+def split_model(
+    model: PyTree, kinds: tuple[type, ...] = ARRAYS
+) -> tuple[list[Any], Static | Graph]:
+    """Splits a model into its arrays and the rest. Each variable that parts of an NNX model share
+    is there once, and is shared again when it is combined."""
+    arrays, static = partition(model, kinds)
+    if is_node(model) and len(set(map(id, arrays))) < len(arrays):
+        definition, state = _nnx().split(model)
+        leaves, structure = jax.tree.flatten(state)
+        if len(leaves) < len(arrays):
+            return leaves, Graph(definition, Static.of_arrays(structure))
+    return arrays, static
+
+
+# ── what a call changes ──────────────────────────────────────────────────────────────────────────
+
+
+class Copy:
+    """A copy of a pytree, whose objects of NNX a call may change; what has no such is not copied.
+
+    JAX copies objects that are leaves or nodes of a pytree, so a change to a copy is lost, and a
+    variable that two objects share becomes two: here it is shared again.
+
+    Args:
+        original: the pytree.
+        copy: a copy that was made already.
+    """
+
+    def __init__(self, original: PyTree, copy: PyTree = None) -> None:
+        nodes = nodes_in(original)
+        self.has_objects = bool(nodes)
+        if copy is None:
+            copy = jax.tree.map(lambda x: x, original) if nodes else original
+        self.tree: Any = _sharing_as(nodes, copy)
+        self._before = {at: jax.tree.leaves(x) for at, x in _flat(nodes_in(self.tree))}
+
+    def changes(self) -> PyTree:
+        """What a call has changed of the objects, as a pytree of arrays; {} if nothing."""
+        new = [
+            (at, x)
+            for at, x in _flat(nodes_in(self.tree))
+            if not _same(jax.tree.leaves(x), self._before.get(at))
+        ]
+        return _nnx().from_flat_state(new) if new else {}
+
+    def before(self, changes: PyTree) -> PyTree:
+        """The earlier values of what was changed, in its structure."""
+        flat = _nnx().to_flat_state(changes) if changes else []
+        if any(at not in self._before for at, _ in flat):
+            raise ValueError(
+                "Expected a loss_fn that changes the values of NNX objects in the batch; got one "
+                "that creates variables there. Create them before the first step."
+            )
+        old = [(at, jax.tree.unflatten(jax.tree.structure(x), self._before[at])) for at, x in flat]
+        return _nnx().from_flat_state(old) if old else {}
+
+
+def change(tree: PyTree, changes: PyTree) -> None:
+    """Makes changes, which a call has made to a copy of a pytree, to the pytree itself."""
+    if changes:
+        _nnx().update(nodes_in(tree), changes)
+
+
+def explain(error: Exception) -> None:
+    """Raises a clearer error if a function changed an object that it closes over."""
+    if type(error).__name__ == "TraceContextError":  # of Flax
+        raise ValueError(
+            "Expected a function that changes NNX objects in its arguments only, such as the "
+            "counts of nnx.Rngs or the means of a BatchNorm; got one that changes an object that "
+            "it closes over. Pass that object as an argument. If `nnx.merge` made it, write "
+            "nnx.merge(..., copy=True)."
+        ) from error
+
+
+def nodes_in(tree: PyTree) -> list[Any]:
+    """The objects of NNX in a pytree: models, `nnx.Rngs`, single variables and others."""
+    if _nnx() is None:
+        return []
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_node) if is_node(leaf)]
+
+
+def is_node(x: object) -> bool:
+    """Whether a value is an object of NNX."""
+    nnx = _nnx()
+    return nnx is not None and isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def _sharing_as(nodes: Sequence[Any], copy: Tree) -> Tree:
+    """A copy of a pytree, whose NNX objects share variables as these nodes of the original do."""
+    if not nodes:
+        return copy
+    places = [at for at, _ in _flat(nodes)]
+    copies = dict(_flat(nodes_in(copy)))
+    if len(places) == len(copies):
+        return copy
+    state = _nnx().from_flat_state([(at, copies[at]) for at in places])
+    merged = iter(_nnx().merge(_nnx().split(nodes)[0], state))
+    return jax.tree.map(lambda x: next(merged) if is_node(x) else x, copy, is_leaf=is_node)
+
+
+def _flat(nodes: Sequence[Any]) -> list[tuple[At, Any]]:
+    return list(_nnx().to_flat_state(_nnx().state(nodes))) if nodes else []
+
+
+def _same(some: Sequence[Any], others: Sequence[Any] | None) -> bool:
+    return others is not None and len(some) == len(others) and all(map(operator.is_, some, others))

@@ -1,6 +1,5 @@
 """What `loss_scaled` and `train_step` say about arguments that they were not made for."""
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,11 +16,7 @@ from gainstage._variables.types import OptState, PyTree, Structure
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from gainstage.transforms.loss_scaled_state import LossScaledState, no_rule_state
-from gainstage.transforms.models import EQUINOX
-
-PARAMETERS_ALONE = (
-    "Pass the parameters alone, such as equinox.filter(params, equinox.is_inexact_array)."
-)
+from gainstage.transforms.models import advice_for
 
 
 def refuse_others(params: PyTree) -> None:
@@ -41,25 +36,8 @@ def check_leaves(tree: PyTree, name: str = "params", advice: str | None = None) 
         if not hasattr(leaf, "dtype") and not isinstance(leaf, complex | float | int):
             raise TypeError(
                 f"Expected arrays in {name}; got {brief(leaf)} for "
-                f"`{name}{jax.tree_util.keystr(path)}`. {advice or _advice_for(tree)}"
+                f"`{name}{jax.tree_util.keystr(path)}`. {advice or advice_for(tree)}"
             )
-
-
-def _advice_for(params: PyTree) -> str:
-    """What to pass instead of parameters with leaves that are no arrays."""
-    equinox = sys.modules.get(EQUINOX)
-    if equinox is None or not isinstance(params, tuple | list | dict):
-        return PARAMETERS_ALONE
-    kinds = equinox.Module, equinox.nn.State
-    parts = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds))
-    if any(isinstance(part, equinox.nn.State) for part in parts):
-        return "Pass the State of Equinox apart: TrainState.create(model, tx, extra=state)."
-    if any(isinstance(part, equinox.Module) for part in parts):
-        return (
-            "Make the models one: an equinox.Module with a field for each. In a chain of your own, "
-            "pass equinox.filter(params, equinox.is_inexact_array) to tx.init."
-        )
-    return PARAMETERS_ALONE
 
 
 def half_in(params: PyTree) -> str | None:

@@ -24,7 +24,7 @@ from gainstage._programs.true_cotangents import cotangents_times, given_scale, o
 from gainstage._variables.bridge import assign, read, recorded
 from gainstage._variables.types import P, PyTree, R
 from gainstage._variables.variable import is_tracing
-from gainstage.transforms import models, nnx_objects
+from gainstage.transforms.models import Copy, change, explain, kind_of
 
 SINGLE = np.dtype(np.float32)
 # Whether a call is made inside of `keep_float32`. Compiled functions are traced for each of both.
@@ -150,25 +150,25 @@ def traced(
             )
 
         def pure(arrays: Sequence[ArrayLike]) -> tuple[R, PyTree, PyTree]:
-            args, kwargs = nnx_objects.sharing_as(original, static.combine(arrays))
-            before = nnx_objects.values_in((args, kwargs))
+            copy = Copy(original, static.combine(arrays))
+            args, kwargs = copy.tree
             with recorded(runs_now) as assigned, _context(half), of_no_loss():
                 result = untyped(*args, **kwargs)
                 variables[:] = assigned
-                return result, read(assigned), nnx_objects.changes((args, kwargs), before)
+                return result, read(assigned), copy.changes()
 
         arrays = list(map(prepare, arrays))
         try:
             program, shapes = jax.make_jaxpr(pure, return_shape=True)(arrays)
         except Exception as error:
-            nnx_objects.explain(error)
+            explain(error)
             if half:
                 explain_float32(error)
             raise
         found = run(program, arrays, original)
         result, new, changed = jax.tree.unflatten(jax.tree.structure(shapes), found)
         assign(variables, new)
-        nnx_objects.change(original, changed)
+        change(original, changed)
         return result
 
     return again
@@ -277,6 +277,6 @@ def _kinds(arguments: PyTree) -> list[Kind]:
     """For each array of (args, kwargs), what it is: parameters may be rounded."""
     args, kwargs = arguments
     parts = [*args, *(kwargs[name] for name in sorted(kwargs))]
-    own = [(i == 0 and bool(args)) or bool(models.library(part)) for i, part in enumerate(parts)]
+    own = [(i == 0 and bool(args)) or kind_of(part).is_model for i, part in enumerate(parts)]
     kinds = [Kind.FREE if o else Kind.OTHER for o in own]
     return [kind for kind, part in zip(kinds, parts, strict=True) for _ in partition(part)[0]]

@@ -1,9 +1,6 @@
 """A train state: parameters, optimizer state and loss scale, and all that a skipped step keeps."""
 
 import dataclasses
-import functools
-import inspect
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, overload
 
@@ -15,7 +12,7 @@ from jax.typing import ArrayLike
 from gainstage._base import checks
 from gainstage._base._jax import Tracer
 from gainstage._base.arrays import joined
-from gainstage._base.checks import InvalidArgumentError, brief
+from gainstage._base.checks import brief
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage._variables.types import (
     Aux,
@@ -28,26 +25,21 @@ from gainstage._variables.types import (
     Using,
 )
 from gainstage.rules.loss_scale import Rule
-from gainstage.transforms import models, nnx_objects
 from gainstage.transforms.loss_scaled import loss_scaled, on_mesh_of, transformation_of
 from gainstage.transforms.loss_scaled_state import (
     loss_scaled_state,
     observed_in,
+    state_to_scale_by,
     states_in,
     with_scale,
 )
-from gainstage.transforms.models import Model
+from gainstage.transforms.marks import marked
+from gainstage.transforms.models import Copy, Equinox, Model, change, kind_of
 from gainstage.transforms.optax_checks import check_transformation
 from gainstage.transforms.refusals import check_leaves, refuse_others
-from gainstage.transforms.updates import selected, step_was_applied, updated
-from gainstage.transforms.value_and_grad import value_and_grad
-
-
-class NewExtra(NamedTuple):
-    """What a loss has changed of an NNX model, and of the rest of a state."""
-
-    model: PyTree  # the new values, as an `nnx.State`; {} if there are none
-    extra: PyTree
+from gainstage.transforms.step import NewExtra, StateParts, applied, differentiated
+from gainstage.transforms.updates import step_was_applied
+from gainstage.transforms.value_and_grad import Loss, refuse_self_scaled
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,7 +121,7 @@ class TrainState(Generic[Params]):
             )
         check_transformation("tx", tx)
         refuse_others(params)
-        trainable = models.trainable(params)
+        trainable = kind_of(params).trainable(params)
         check_leaves(trainable)
         check_leaves(extra, "extra", "Bind what is no array to the loss: functools.partial.")
         extra = jax.tree.map(jnp.asarray, extra)
@@ -194,8 +186,8 @@ class TrainState(Generic[Params]):
                 f"{min(unknown)}."
             )
         if isinstance(extra := changes.get("extra"), NewExtra):
-            params, _ = nnx_copy(changes.get("params", self.params))
-            nnx_objects.change(params, extra.model)
+            params = Copy(changes.get("params", self.params)).tree
+            change(params, extra.model)
             changes |= {"params": params, "extra": extra.extra}
         state = dataclasses.replace(self, **changes)
         if loss_scale is None:
@@ -238,19 +230,15 @@ class TrainState(Generic[Params]):
         Raises:
             TypeError: from the call, `loss_fn` returns something else.
         """
-        has_aux = checks.flag("has_aux", has_aux)
-        has_extra = self.extra is not None
-        whole = with_parts(loss_fn, has_extra, has_aux)
+        loss = Loss(loss_fn, checks.flag("has_aux", has_aux), using)
+        refuse_self_scaled(loss_fn, "value_and_grad")
+        scale = state_to_scale_by(self.opt_state).rule_state.scale
 
         def true(*batch: Any, **kwargs: Any) -> tuple[Any, ...]:
-            params, before = nnx_copy(self.params)
-            # A copy: Equinox refuses a `State` that was used once.
-            own = [jax.tree.map(lambda x: x, self.extra)] if has_extra else []
-            differentiate = value_and_grad(whole, self.opt_state, has_aux=True, using=using)
-            (loss, (extra, aux)), grads = differentiate(params, *own, *batch, **kwargs)
-            if before is not None:
-                extra = NewExtra(nnx_objects.changes(params, before), extra)
-            return loss, extra, grads, *([aux] if has_aux else [])
+            factor = marked(scale, "scale")
+            found = differentiated(loss, self._parts, factor, batch, kwargs)
+            aux = [found.aux] if has_aux else []
+            return found.loss, found.extra, found.true_grads(factor), *aux
 
         return true
 
@@ -269,32 +257,13 @@ class TrainState(Generic[Params]):
             ValueError: `grads` or `extra` has another structure than `params` and `extra` of the
                 state.
         """
-        params, before = nnx_copy(self.params)
-        changed: PyTree = {}
-        if before is not None:
-            if not isinstance(extra, NewExtra):
-                raise _no_extra(extra)
-            changed, extra = extra
-        if extra is None and self.extra is not None:
-            raise _no_extra(extra)
-        trainable = (
-            models.chosen(params, grads)
-            if models.is_nnx(params, grads)
-            else models.trainable(params)
+        return dataclasses.replace(
+            self, **applied(self.tx, self._parts, grads, extra, loss)._asdict()
         )
-        check_like("grads", grads, "params", trainable)
-        check_like("extra", extra, "extra", self.extra)
-        more = {} if loss is None else {"value": loss}
-        updates, opt_state = self.tx.update(grads, self.opt_state, trainable, **more)
-        applied = loss_scaled_state(opt_state).applied
-        if changed and before is not None:
-            old = nnx_objects.values_of(changed, before)
-            nnx_objects.change(params, selected(changed, old, applied))
-        params = updated(params, updates, applied)
-        if extra is not None:
-            extra = selected(extra, jax.tree.map(lambda x: x, self.extra), applied)
-        step = self.step + applied.astype(jnp.int32)
-        return dataclasses.replace(self, params=params, opt_state=opt_state, extra=extra, step=step)
+
+    @property
+    def _parts(self) -> StateParts:
+        return StateParts(self.params, self.opt_state, self.extra, self.step)
 
     def __copy__(self) -> Self:
         return self.replace()
@@ -315,69 +284,6 @@ def key_of(tx: Any) -> Any:
     return scaled.key if scaled else tx
 
 
-def with_parts(
-    loss_fn: Callable[..., Any], has_extra: bool, has_aux: bool
-) -> Callable[..., tuple[Any, tuple[PyTree, Any]]]:
-    """A loss that returns `(loss, (extra, aux))`; what `loss_fn` does not return is None."""
-    names = ["loss", *["extra"] * has_extra, *["aux"] * has_aux]
-
-    @functools.wraps(loss_fn, updated=())  # NNX finds the names of arguments in the signature
-    def whole(*args: Any, **kwargs: Any) -> tuple[Any, tuple[PyTree, Any]]:
-        _check_arguments(loss_fn, args, kwargs, has_extra)
-        result = loss_fn(*args, **kwargs)
-        if len(names) == 1:
-            return result, (None, None)
-        if not (isinstance(result, (tuple, list)) and len(result) == len(names)):
-            is_more = isinstance(result, (tuple, list)) and len(result) == len(names) + 1
-            advice = " What a loss returns beside them needs has_aux=True." * is_more
-            raise TypeError(
-                f"Expected ({', '.join(names)}) from loss_fn; got {brief(result)}.{advice}"
-            )
-        loss, *others = result
-        return loss, (others[0] if has_extra else None, others[-1] if has_aux else None)
-
-    return whole
-
-
-def _check_arguments(
-    loss_fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], has_extra: bool
-) -> None:
-    """Raises a TypeError for a loss that takes other arguments than it is given."""
-    try:
-        inspect.signature(loss_fn).bind(*args, **kwargs)
-    except ValueError:  # it has no signature
-        return
-    except TypeError as error:
-        given = "params, extra, *batch" if has_extra else "params, *batch"
-        if len(args) == 2 + has_extra and isinstance(args[-1], tuple | list | dict):
-            advice = (
-                "Take a batch that is a dict as one argument, loss_fn(params, batch), or pass its "
-                "values: step(state, batch['x'], batch['y'])."
-                if isinstance(args[-1], dict)
-                else f"Unpack a batch that is a {type(args[-1]).__name__}: step(state, *batch)."
-            )
-        elif has_extra:
-            advice = "Take the extra of the state as the second argument."
-        else:
-            advice = (
-                "A loss that takes an extra needs a state that has one: "
-                "gainstage.TrainState.create(params, tx, extra=extra)."
-            )
-        raise TypeError(
-            f"Expected a loss_fn of ({given}), here of {len(args)} arguments; got one to which "
-            f"this applies: {error}. {advice}"
-        ) from error
-
-
-def nnx_copy(params: Params) -> tuple[Params, nnx_objects.Before | None]:
-    """A copy of an NNX model, which a call may change, with its values before; other parameters as
-    they are, and None."""
-    if not nnx_objects.nodes_in(params):
-        return params, None
-    copy = nnx_objects.sharing_as(params, jax.tree.map(lambda x: x, params))
-    return copy, nnx_objects.values_in(copy)
-
-
 def _has_scale(tx: Transformation, params: PyTree) -> bool:
     """Whether there is a loss scale in the state of a transformation."""
     if transformation_of(tx):
@@ -387,35 +293,6 @@ def _has_scale(tx: Transformation, params: PyTree) -> bool:
     except jax.errors.JAXTypeError:  # its `init` reads the values of the parameters
         first = tx.init(params)
     return bool(states_in(first))
-
-
-def _no_extra(extra: object) -> InvalidArgumentError:
-    """The error for something else than what `value_and_grad` has returned."""
-    return InvalidArgumentError(
-        f"Expected the extra that value_and_grad of this state has returned; got {brief(extra)}. "
-        f"Write loss, extra, grads = state.value_and_grad(loss_fn)(*batch), then "
-        f"state.apply_gradients(grads, extra)."
-    )
-
-
-def check_like(name: str, given: PyTree, other: str, expected: PyTree) -> None:
-    """Raises a ValueError for a pytree of another structure, or arrays of other shapes."""
-
-    def shapes(tree: PyTree) -> dict[str, Any]:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
-        return {
-            jax.tree_util.keystr(path): None if leaf is None else jnp.shape(leaf)
-            for path, leaf in leaves
-        }
-
-    of_given, of_expected = shapes(given), shapes(expected)
-    for path in of_expected | of_given:
-        own, wanted = of_given.get(path, "none"), of_expected.get(path, "none")
-        if own != wanted and None not in (own, wanted):
-            raise ValueError(
-                f"Expected {name} in the structure of state.{other}; got shape {own} of "
-                f"`{name}{path}` for shape {wanted} of `state.{other}{path}`."
-            )
 
 
 # ── as a pytree ──────────────────────────────────────────────────────────────────────────────────
@@ -479,7 +356,7 @@ _KNOWN = "_values"  # where a state of an Equinox model keeps its `_Values`
 
 def _flatten(state: TrainState[Any]) -> tuple[tuple[Any, ...], Any]:
     params, values = state.params, None
-    if models.EQUINOX in sys.modules and models.library(params) == models.EQUINOX:
+    if isinstance(kind_of(params), Equinox):
         values = vars(state).get(_KNOWN) or _values_of(params)
         params = values.arrays(params)
     return (params, state.opt_state, state.extra, state.step), _Static(state.tx, values)

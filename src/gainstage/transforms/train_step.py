@@ -1,7 +1,5 @@
 """A whole step of a train state as one compiled program."""
 
-import dataclasses
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVarTuple, overload
@@ -10,21 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
-from jax.tree_util import default_registry, treedef_tuple
+from jax.tree_util import default_registry
 
 from gainstage._base import checks
-from gainstage._base.arrays import (
-    ARRAYS,
-    Static,
-    joined,
-    leaves_and_none,
-    partition,
-    unshared,
-)
+from gainstage._base.arrays import ARRAYS, unshared
 from gainstage._base.dead_run import DeadRunWatch
 from gainstage._base.warn import warn
-from gainstage._scaling import gradients
-from gainstage._scaling.retry_loop import NO_RETRY, Attempt, may_help, try_again
+from gainstage._scaling.retry_loop import NO_RETRY
 from gainstage._variables.bridge import reruns
 from gainstage._variables.sharding import (
     SUMMED,
@@ -32,31 +22,27 @@ from gainstage._variables.sharding import (
     on_mesh,
     on_one_mesh,
     replicated_like,
-    summed_over,
     tell_if_whole,
 )
-from gainstage._variables.types import Aux, OptState, Params, PyTree, Scalar, Structure, Using
+from gainstage._variables.types import Aux, OptState, Params, PyTree, Scalar, Using
 from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import divided_state
 from gainstage.rules.loss_scale import LossScale
-from gainstage.transforms import models, nnx_objects
-from gainstage.transforms.audit import BOUNDS, AuditResult, Given, Sides, check_cast, checked_bounds
+from gainstage.transforms.audit import BOUNDS, AuditResult, Given, check_cast, checked_bounds
 from gainstage.transforms.audited_run import AuditedRun, Audits
 from gainstage.transforms.loss_scaled import transformation_of
 from gainstage.transforms.loss_scaled_state import (
     LossScaledState,
     loss_scaled_state,
-    retried,
     state_to_scale_by,
     states_in,
-    with_first_scale_if_skipped,
     without_scalars,
 )
-from gainstage.transforms.nnx_objects import Graph, partition_model
+from gainstage.transforms.models import Partition, change, kind_of, split
 from gainstage.transforms.refusals import explain_step, needless_scale
-from gainstage.transforms.train_state import TrainState, check_like, key_of, with_parts
-from gainstage.transforms.updates import selected, updated
-from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
+from gainstage.transforms.step import Step, Taken
+from gainstage.transforms.train_state import TrainState, key_of
+from gainstage.transforms.value_and_grad import Loss, refuse_self_scaled
 
 DRIFTS = (
     "gainstage.train_step inside of jax.pmap, or of jax.shard_map with check_vma=False: each "
@@ -225,17 +211,15 @@ def train_step(
     if audit_every is not None:
         every = checks.integer("audit_every", audit_every, low=1)
         check_cast("loss_fn", loss_fn, "train_step(gs.autocast(loss_fn), audit_every=...)")
-        audits = AuditedRun(Sides(loss_fn, has_aux, using), every, bounds)
-    found: Any = TrainStep(_Options(loss_fn, has_aux, using, donates, retries), audits)
+        audits = AuditedRun(Loss(loss_fn, has_aux, using), every, bounds)
+    found: Any = TrainStep(_Options(Loss(loss_fn, has_aux, using), donates, retries), audits)
     return found
 
 
 class _Options(NamedTuple):
     """The arguments of `train_step`."""
 
-    loss_fn: Callable[..., Any]
-    has_aux: bool
-    using: Using | None
+    loss: Loss
     donates: bool
     retries: int
 
@@ -299,60 +283,29 @@ class TrainStep(Generic[*More]):
         return self._audits.found
 
 
-@dataclasses.dataclass(frozen=True)
-class Carried:
-    """What steps carry on, without its arrays: those of the model, of the extra and of the rest."""
-
-    model: Static | Graph
-    count: int  # of the arrays of the model
-    extra: Static
-    first: int  # of the arrays of the rest, which come after those of the extra
-    rest: Structure  # of (opt_state, step)
-
-    def combine(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
-        """The model and the extra, with the first of these arrays."""
-        model = self.model.combine(arrays[: self.count])
-        return model, self.extra.combine(arrays[self.count : self.first])
-
-
 class _Program:
     """The compiled program of all states that differ in the values of their arrays alone."""
 
     def __init__(
-        self,
-        run: Callable[..., Any],
-        carried: Carried,
-        donates: bool,
-        shardings: tuple[Any, ...] | None,
-        has_aux: bool,
+        self, step: Step, partition: Partition, donates: bool, shardings: tuple[Any, ...] | None
     ):
-        self.carried, self.donates, self.shardings = carried, donates, shardings
-        self._fills = bool(carried.model.others)
-        self.count = carried.first + carried.rest.num_leaves  # of the arrays
-        opt_state, step = carried.rest.unflatten(range(carried.first, self.count))
-        kept = {step, *jax.tree.leaves(without_scalars(opt_state)[1])}
-        self.donated = [i for i in range(self.count) if i not in kept] if donates else []
-        # The structure of (params, extra, (opt_state, step)) after a step; known when it is traced.
-        self.result: Any = None
-        self.repeats = False  # whether that is the structure before it too
+        self.partition, self.donates, self.shardings = partition, donates, shardings
+        lists = partition.lists(range(partition.count))
+        opt_state, number = partition.rest.combine(lists.rest)
+        kept = {number, *jax.tree.leaves(without_scalars(opt_state)[1])}
+        self.donated = [i for i in range(partition.count) if i not in kept] if donates else []
         options: dict[str, Any] = {"donate_argnums": self.donated}
+        of_model = partition.lists(shardings).params if shardings else []
+        if not all(isinstance(sharding, NamedSharding) for sharding in of_model):
+            of_model = []
         if shardings is not None:
-            options["out_shardings"] = (list(shardings), *[None] * (3 + has_aux))
-        self.run = jax.jit(functools.partial(run, self), **options)
+            options["out_shardings"] = list(shardings), None
 
-    def returns(self, rest: PyTree) -> list[Any]:
-        """Notes the structure of the (opt_state, step) that it returns; returns their arrays."""
-        leaves, structure = jax.tree.flatten(rest)
-        parts = self.carried.model.structure, self.carried.extra.structure, structure
-        self.result, self.repeats = treedef_tuple(parts), structure == self.carried.rest
-        return leaves
+        def _run(*given: Any) -> Taken:
+            arrays, batch = given[: partition.count], given[partition.count :]
+            return step.take(partition, arrays, batch, of_model)
 
-    def leaves(self, arrays: list[Any]) -> list[Any]:
-        """The leaves of what it returns, with these arrays and all that is no array."""
-        if not self._fills:
-            return arrays
-        count = self.carried.count
-        return [*self.carried.model.placed(arrays[:count]), *arrays[count:]]
+        self.run = jax.jit(_run, **options)
 
     def shares(self, arrays: Sequence[Any], others: Sequence[Any]) -> bool:
         """Whether one of the arrays that it donates is among others too."""
@@ -367,6 +320,7 @@ class _Returned(NamedTuple):
 
     step: "_CompiledStep"
     program: _Program
+    partition: Partition
     leaves: list[Any]  # of (params, extra, (opt_state, step))
     arrays: list[Any]  # those of the leaves that the program takes
 
@@ -385,14 +339,12 @@ class _CompiledStep:
     ):
         scaled = transformation_of(tx)  # None for one of another library
         self.options = options
-        self._loss_fn, self._has_aux, self._using, self._donates, self._retries = options
         self._tx, self._audits = tx, audits
-        if self._retries and scaled and scaled.is_fixed:
+        if options.retries and scaled and scaled.is_fixed:
             warn(NO_RETRY)
         self._over = scaled.over if scaled else ()  # the mesh axes of `shard_state_over`
         self._is_fixed = scaled is not None and scaled.is_fixed
         self._watch = DeadRunWatch(_lowest_of(scaled.rule) if scaled else 0.0)
-        self._told = False  # of a loss that varies by device
         self._is_known = False  # whether the first program and its batch were looked at
         self._programs: dict[Any, _Program] = {}
 
@@ -400,7 +352,7 @@ class _CompiledStep:
         """Takes a step."""
         opt_state, inside = state.opt_state, is_inside()
         self._watch.look(lambda: _scale_in(opt_state))
-        donates = self._donates and not reruns() and not inside
+        donates = self.options.donates and not reruns() and not inside
         try:
             if self._audits is not None and inside:
                 self._audits.tell_inside()
@@ -408,21 +360,26 @@ class _CompiledStep:
                 self._audits.before(lambda: _given(state, batch))
             known = None if inside else self._known(state, batch, donates)
             program, arrays = known or self._prepared(state, batch, donates, inside)
-            arrays, loss, *aux, changed, spoiled = program.run(*arrays, *batch)
+            arrays, outcome = program.run(*arrays, *batch)
         except (TypeError, ValueError, RuntimeError) as error:
             explain_step(error, state, batch)
             raise
-        if changed:
-            nnx_objects.change(batch, changed)
-        leaves = program.leaves(arrays)
-        params, extra, (opt_state, step) = program.result.unflatten(leaves)
-        params = program.carried.model.built(params)
+        change(batch, outcome.changes)
+        if outcome.summed:
+            warn(SUMMED.format(at="of gainstage.train_step", over=outcome.summed))
+        partition = outcome.partition
+        leaves = partition.leaves(arrays)
+        params, extra, (opt_state, step) = partition.structure.unflatten(leaves)
+        params = partition.params.built(params)
         state = TrainState(params, opt_state, extra, step, self._tx)
         if not inside:
             scaled = states_in(opt_state)[0]
-            self._watch.see(scaled.applied, loss, scale=scaled.rule_state.scale, spoiled=spoiled)
-            vars(state)["_returned"] = _Returned(self, program, leaves, arrays)
-        return state, loss, *aux
+            scale = scaled.rule_state.scale
+            self._watch.see(
+                scaled.applied, outcome.loss, True, scale, outcome.spoiled, outcome.beside
+            )
+            vars(state)["_returned"] = _Returned(self, program, partition, leaves, arrays)
+        return state, outcome.loss, *outcome.aux
 
     def _known(
         self, state: TrainState[Any], batch: tuple[PyTree, ...], donates: bool
@@ -431,12 +388,14 @@ class _CompiledStep:
         changed in place, and the batch has none of its arrays and no other mesh; else None."""
         if state._returned is None:
             return None
-        step, program, known, arrays = state._returned
-        if step is not self or program.donates is not donates or not program.repeats:
+        step, program, partition, known, arrays = state._returned
+        # `Step.take` returns the partition that it was given, if it is the same.
+        repeats = partition is program.partition and program.donates is donates
+        if step is not self or not repeats:
             return None
         whole = state.params, state.extra, (state.opt_state, state.step)
         leaves, structure = default_registry.flatten(whole)
-        if structure != program.result or not all(map(operator.is_, leaves, known)):
+        if structure != partition.structure or not all(map(operator.is_, leaves, known)):
             return None
         others, _ = default_registry.flatten(batch)
         moves = program.shardings is None and any(map(on_mesh, others))
@@ -451,9 +410,9 @@ class _CompiledStep:
             self._warn_inside()
         elif self._over and state._returned is None:
             opt_state = self._divided(state.params, opt_state, batch)
-        given, carried = self._split(state, (opt_state, jnp.asarray(state.step)))
+        given, partition = self._split(state, (opt_state, jnp.asarray(state.step)))
         arrays, shardings = on_one_mesh(given, batch)
-        program = self._program_for(carried, donates, shardings)
+        program = self._program_for(partition, donates, shardings)
         if donates:
             arrays = _unshared(program, arrays, jax.tree.leaves(batch), state._returned)
         if not (self._is_known or inside):  # in the first call
@@ -463,7 +422,8 @@ class _CompiledStep:
             if needless:
                 warn(needless)
             if shardings is not None:
-                tell_if_whole(given[: carried.first], batch, traced)
+                of_params, of_extra, _ = partition.lists(given)
+                tell_if_whole([*of_params, *of_extra], batch, traced)
         return program, arrays
 
     def _warn_inside(self) -> None:
@@ -473,17 +433,19 @@ class _CompiledStep:
 
     def lowered(self, state: TrainState[Any], batch: tuple[PyTree, ...]) -> jax.stages.Lowered:
         """The lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
-        arrays, carried = self._split(state, (state.opt_state, state.step))
+        arrays, partition = self._split(state, (state.opt_state, state.step))
         arrays, shardings = on_one_mesh(arrays, batch)
-        return self._program_for(carried, self._donates, shardings).run.lower(*arrays, *batch)
+        program = self._program_for(partition, self.options.donates, shardings)
+        return program.run.lower(*arrays, *batch)
 
     def _program_for(
-        self, carried: Carried, donates: bool, shardings: tuple[Any, ...] | None
+        self, partition: Partition, donates: bool, shardings: tuple[Any, ...] | None
     ) -> _Program:
         """The program that returns the parameters and the state with these shardings."""
-        key = carried, donates, shardings
+        key = partition, donates, shardings
         if key not in self._programs:
-            self._programs[key] = _Program(self._run, *key, self._has_aux)
+            step = Step(self.options.loss, self._tx, self.options.retries)
+            self._programs[key] = _Program(step, *key)
         return self._programs[key]
 
     def _divided(self, params: PyTree, opt_state: OptState, batch: PyTree) -> OptState:
@@ -491,148 +453,26 @@ class _CompiledStep:
         everywhere = replicated_like((params, opt_state, batch))
         if everywhere is None or not isinstance(opt_state, LossScaledState):
             return opt_state
-        params = models.trainable(params)
+        params = kind_of(params).trainable(params)
         inner = divided_state(opt_state.inner, params, self._over, everywhere)
         return opt_state._replace(inner=inner)
 
-    def _split(self, state: TrainState[Any], rest: PyTree) -> tuple[list[Any], Carried]:
-        """The arrays of a state with this (opt_state, step), and what steps carry on of it."""
-        arrays, model = partition_model(state.params, _KINDS)
-        is_plain = self._using in (None, jax.value_and_grad)
-        if is_plain and (others := model.others) and not models.library(state.params):
+    def _split(self, state: TrainState[Any], rest: PyTree) -> tuple[list[Any], Partition]:
+        """The arrays of a state with this (opt_state, step), and what else there is of it."""
+        arrays, partition = split(state.params, state.extra, rest, _KINDS)
+        is_plain = self.options.loss.using in (None, jax.value_and_grad)
+        others = partition.params.others if is_plain else []
+        if others and not kind_of(state.params).is_model:
             raise TypeError(
                 f"Expected arrays in params; got {others[0]!r}. Make it an array, or use a "
                 f"function that skips such leaves: using=equinox.filter_value_and_grad."
             )
-        more, extra = partition(state.extra, _KINDS)
-        if extra.others:
+        if partition.extra.others:
             raise TypeError(
-                f"Expected arrays in extra; got {extra.others[0]!r}. Make it an array, or bind it "
-                f"to the loss: functools.partial(loss_fn, name=value)."
+                f"Expected arrays in extra; got {partition.extra.others[0]!r}. Make it an array, "
+                f"or bind it to the loss: functools.partial(loss_fn, name=value)."
             )
-        structure: Structure
-        leaves, structure = jax.tree.flatten(rest)
-        first = len(arrays) + len(more)
-        return [*arrays, *more, *leaves], Carried(model, len(arrays), extra, first, structure)
-
-    def _run(self, program: _Program, *given: Any) -> tuple[Any, ...]:
-        carried, batch = program.carried, given[program.count :]
-        arrays, rest = list(given[: carried.first]), given[carried.first :]
-        states = carried.rest.unflatten(rest[: carried.rest.num_leaves])
-        shardings = (program.shardings or ())[: carried.count]  # those of the model
-        if not all(isinstance(sharding, NamedSharding) for sharding in shardings):
-            shardings = ()
-        arrays, states, *results = self._tried(shardings, carried, arrays, states, batch)
-        return [*arrays, *program.returns(states)], *results
-
-    def _tried(
-        self,
-        shardings: Sequence[Any],
-        carried: Carried,
-        arrays: list[Any],
-        states: tuple[OptState, jax.Array],
-        batch: Sequence[PyTree],
-    ) -> tuple[Any, ...]:
-        """Takes a step, with its retries."""
-        first = self._take(shardings, carried, arrays, states, batch)
-        if not self._retries:
-            return first
-
-        def tried(taken: tuple[Any, ...], before: OptState) -> Attempt:
-            old, new = (loss_scaled_state(state) for state in (before, taken[1][0]))
-            scales = old.rule_state.scale, new.rule_state.scale
-            return Attempt(may_help(new.applied, taken[2], *scales), taken)
-
-        def again(skipped: tuple[Any, ...]) -> Attempt:
-            arrays, (before, step) = skipped[:2]
-            before = retried(before)
-            return tried(self._take(shardings, carried, arrays, (before, step), batch), before)
-
-        taken = tried(first, states[0])
-        _, (arrays, (last, step), *results) = try_again(taken, again, self._retries)
-        last = with_first_scale_if_skipped(last, first[1][0])
-        return arrays, (last, step), *results
-
-    def _take(
-        self,
-        shardings: Sequence[Any],
-        carried: Carried,
-        arrays: list[Any],
-        states: tuple[OptState, jax.Array],
-        batch: Sequence[PyTree],
-    ) -> tuple[Any, ...]:
-        (params, extra), (opt_state, step) = carried.combine(arrays), states
-        before = None
-        if nnx_objects.nodes_in(batch):
-            batch = jax.tree.map(lambda x: x, batch)  # a copy, which this trace changes
-            before = nnx_objects.values_in(batch)
-        scale = state_to_scale_by(opt_state).rule_state.scale
-        # A copy of the extra: Equinox refuses a `State` that was used once.
-        own = [] if extra is None else [jax.tree.map(lambda x: x, extra)]
-        given = (params, *own, *batch)
-        loss_fn = with_parts(self._loss_fn, extra is not None, self._has_aux)
-        differentiate = scaled_value_and_grad(loss_fn, scale, True, self._using, given)
-        (_, (loss, (new_extra, aux))), grads = differentiate(*given)
-        divides = isinstance(opt_state, LossScaledState)  # else others get the gradients first
-        more: dict[str, Any] = {"loss_scale": scale} if divides else {}
-        if not divides:
-            grads = gradients.unscale(grads, scale)
-        trainable = models.chosen(params, grads)
-        over = "" if self._told else summed_over(loss, trainable)
-        if over:
-            self._told = True
-            warn(SUMMED.format(at="of gainstage.train_step", over=over))
-        if shardings and divides:
-            found = leaves_and_none(models.chosen(carried.model.combine(shardings), grads))
-            if None not in found:
-                more["param_shardings"] = found
-                if not all(sharding.is_fully_replicated for sharding in shardings):
-                    more["shardings"] = found
-        updates, opt_state = self._tx.update(grads, opt_state, trainable, value=loss, **more)
-        applied = loss_scaled_state(opt_state).applied
-        params = updated(params, updates, applied)
-        new, after = partition_model(params)
-        if after != carried.model:
-            raise ValueError(
-                "Expected a loss_fn that does not change the structure of the model; got one that "
-                "does. Create all variables of the model before the first step."
-            )
-        # Also arrays that the loss itself changed, such as running means of batch normalisation.
-        if extra is not new_extra:
-            check_like("extra", new_extra, "extra", extra)
-        new = [*new, *jax.tree.leaves(new_extra), step + 1]
-        *arrays, step = selected(new, [*arrays, step], applied)
-        changed = {} if before is None else nnx_objects.changes(batch, before)
-        if before is not None and changed:
-            old = nnx_objects.values_of(changed, before)
-            changed = selected(changed, old, applied)
-        results = [aux] if self._has_aux else []
-        beside = {"extra": new_extra, "aux": aux if self._has_aux else None}
-        spoiled = self._spoiled(beside, {"extra": extra}, applied)
-        return arrays, (opt_state, step), loss, *results, changed, spoiled
-
-    def _spoiled(self, beside: PyTree, before: PyTree, applied: jax.Array) -> jax.Array | None:
-        """The number of the first array beside the loss that has a NaN or an inf after an applied
-        step, and had none before, or -1; None if there is no array."""
-        found, known = (
-            {
-                joined(path): _is_spoiled(x)
-                for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
-                if jnp.issubdtype(jnp.result_type(x), jnp.floating)
-            }
-            for tree in (beside, before)
-        )
-        if not found:
-            return None
-        self._watch.beside = list(found)
-        is_new = [x if name not in known else x & ~known[name] for name, x in found.items()]
-        each = jnp.stack(is_new)
-        return jnp.where(applied & each.any(), jnp.argmax(each), -1)
-
-
-def _is_spoiled(x: jax.Array) -> jax.Array:
-    """Whether an array has a NaN or an inf; a negative one may be that of a mask."""
-    return (jnp.isnan(x) | (x == jnp.inf)).any()
+        return arrays, partition
 
 
 def _unshared(

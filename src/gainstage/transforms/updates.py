@@ -9,9 +9,9 @@ from gainstage._scaling import gradients
 from gainstage._variables.sharding import typed_like
 from gainstage._variables.types import OptState, PyTree, Scalar, Structure, Tree
 from gainstage._variables.variable import Variable
-from gainstage.transforms import models
 from gainstage.transforms.loss_scaled_state import applied_in
 from gainstage.transforms.marks import marked
+from gainstage.transforms.models import kind_of
 
 
 def step_was_applied(opt_or_state: OptState) -> jax.Array:
@@ -145,7 +145,4 @@ def updated(params: Tree, updates: PyTree, applied: jax.Array) -> Tree:
         new = typed_like(new, param)
         return jnp.where(applied, new, param)
 
-    if models.is_nnx(params, updates):
-        new = jax.tree.map(one, models.chosen(params, updates), updates)
-        return models.updated(params, new)
-    return jax.tree.map(one, params, updates, is_leaf=lambda x: x is None)
+    return kind_of(params).mapped(one, params, updates)

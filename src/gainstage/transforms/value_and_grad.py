@@ -1,8 +1,8 @@
 """Scaled losses of optax loops, and their true gradients."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,9 @@ from gainstage._programs.true_cotangents import called_at, loss_times
 from gainstage._scaling import gradients
 from gainstage._variables.sharding import summed_over
 from gainstage._variables.types import Aux, OptState, P, PyTree, Scalar, Using
-from gainstage.transforms import models, nnx_objects
 from gainstage.transforms.loss_scaled_state import loss_scaled_state, state_to_scale_by
 from gainstage.transforms.marks import marked
+from gainstage.transforms.models import explain, kind_of
 
 
 @overload
@@ -82,16 +82,12 @@ def value_and_grad(
     Source: `jax.value_and_grad`; `flax.training.dynamic_scale.DynamicScale.value_and_grad`.
     """
     refuse_self_scaled(fun, "value_and_grad")
-    scale = state_to_scale_by(opt_state).rule_state.scale
+    scale, loss_fn = state_to_scale_by(opt_state).rule_state.scale, Loss(fun, has_aux, using)
 
     def true(*args: Any, **kwargs: Any) -> Any:
         factor = marked(scale, "scale")
-        differentiate = scaled_value_and_grad(fun, factor, has_aux, using, args, argnums)
-        (_, (loss, aux)), grads = differentiate(*args, **kwargs)
-        grads = gradients.unscale(grads, factor)
-        if jax.sharding.get_abstract_mesh().manual_axes and (over := summed_over(loss, grads)):
-            grads = marked(grads, "summed", over)
-        return ((loss, aux) if has_aux else loss), grads
+        found = loss_fn.backward(factor, args, kwargs, argnums)
+        return ((found.loss, found.aux) if has_aux else found.loss), found.true_grads(factor)
 
     return true
 
@@ -105,53 +101,86 @@ def refuse_self_scaled(fun: Any, caller: str) -> None:
         )
 
 
-def scaled_value_and_grad(
-    fun: Callable[..., Any],
-    scale: jax.Array,
-    has_aux: bool,
-    using: Using | None,
-    args: Sequence[Any],
-    argnums: Any = 0,
-) -> Callable[..., Any]:
-    """A function that returns `((scaled loss, (true loss, aux)), scaled gradients)`.
+class Backward(NamedTuple):
+    """What the backward pass of a scaled loss has returned."""
+
+    loss: jax.Array  # the true one, in float32 or wider
+    extra: PyTree  # what a loss returns for the extra of a state
+    aux: Any
+    grads: PyTree  # still multiplied by the loss scale
+
+    def true_grads(self, scale: jax.Array) -> PyTree:
+        """The true gradients, marked for `lint` if JAX has summed them over devices."""
+        grads = gradients.unscale(self.grads, scale)
+        is_manual = jax.sharding.get_abstract_mesh().manual_axes
+        over = summed_over(self.loss, grads) if is_manual else ""
+        return marked(grads, "summed", over) if over else grads
+
+
+class Loss(NamedTuple):
+    """A function that returns a loss, or a loss with more, and how it is differentiated.
 
     Args:
-        fun, has_aux, using, argnums: as for `value_and_grad`.
-        scale: the loss scale.
-        args: the arguments of `fun`, whose library chooses what differentiates.
+        fun: a function that returns the loss, or (loss, extra), (loss, aux), (loss, extra, aux).
+        has_aux, using: as for `value_and_grad`.
+        has_extra: whether it returns the extra of a state.
     """
 
-    @functools.wraps(fun, updated=())  # NNX finds the names of keyword arguments in the signature
-    def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        try:
-            with loss_times(scale):
-                result: Any = fun(*args, **kwargs)
-        except Exception as error:
-            nnx_objects.explain(error)
-            raise
-        if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
+    fun: Callable[..., Any]
+    has_aux: bool = False
+    using: Using | None = None
+    has_extra: bool = False
+
+    def backward(
+        self,
+        scale: jax.Array,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        argnums: Any = 0,
+    ) -> Backward:
+        """Differentiates the loss times `scale` at these arguments, the library of which chooses
+        what differentiates."""
+
+        @functools.wraps(self.fun, updated=())  # NNX finds the names of arguments in the signature
+        def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, PyTree, Any]]:
+            try:
+                with loss_times(scale):
+                    result = self.fun(*args, **kwargs)
+            except Exception as error:
+                explain(error)
+                raise
+            loss, extra, aux = self.parts(result, args)
+            return gradients.scaled(loss, scale), (gradients.upcast(loss), extra, aux)
+
+        by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
+        chosen: Sequence[Any] = argnums if isinstance(argnums, Sequence) else [argnums]
+        numbers = [getattr(n, "argnum", n) for n in chosen]  # of an `nnx.DiffState`
+        params = [args[n] for n in numbers if -len(args) <= n < len(args)]
+        using = self.using or kind_of(*params, beside=args).value_and_grad
+        (_, parts), grads = using(scaled, has_aux=True, **by)(*args, **(kwargs or {}))
+        loss, extra, aux = parts
+        return Backward(loss, extra, aux, grads)
+
+    def parts(self, result: Any, args: Sequence[Any] = ()) -> tuple[Any, PyTree, Any]:
+        """The loss, the extra and aux of what the function has returned; None for what is none."""
+        names = ["loss", *["extra"] * self.has_extra, *["aux"] * self.has_aux]
+        each = [result] if len(names) == 1 else result
+        if not (isinstance(each, (tuple, list)) and len(each) == len(names)):
+            is_more = isinstance(each, (tuple, list)) and len(each) == len(names) + 1
+            advice = " What a loss returns beside them needs has_aux=True." * is_more
             raise TypeError(
-                f"Expected (loss, aux) from the loss function with has_aux=True; got "
-                f"{brief(_shape(result))}."
+                f"Expected ({', '.join(names)}) from loss_fn; got {brief(_shape(result))}.{advice}"
             )
-        loss: Any = result[0] if has_aux else result
-        aux: Any = result[1] if has_aux else None
+        loss, *others = each
         if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss):
-            given: Any = jax.tree.structure(args[:1])
+            given: Any = jax.tree.structure(tuple(args[:1]))
             is_differentiated = isinstance(loss, tuple) and given == jax.tree.structure(loss[1:])
             advice = " Pass the loss itself, not jax.value_and_grad of it." * is_differentiated
             raise TypeError(
                 f"Expected a scalar loss, or (loss, aux) with has_aux=True; got "
                 f"{brief(jax.tree.map(_shape, loss))}.{advice}"
             )
-        return gradients.scaled(loss, scale), (gradients.upcast(loss), aux)
-
-    by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
-    chosen: Sequence[Any] = argnums if isinstance(argnums, Sequence) else [argnums]
-    numbers = [getattr(n, "argnum", n) for n in chosen]  # of an `nnx.DiffState`
-    params = [args[n] for n in numbers if -len(args) <= n < len(args)]
-    using = using or models.VALUE_AND_GRAD[models.library(*params, beside=args)]
-    return using(scaled, has_aux=True, **by)
+        return loss, others[0] if self.has_extra else None, others[-1] if self.has_aux else None
 
 
 def _shape(loss: Any) -> object:

@@ -1,0 +1,323 @@
+"""One step of a train state, as pure functions: scale, differentiate, check, update, select."""
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gainstage._base.arrays import joined, leaves_and_none
+from gainstage._base.checks import InvalidArgumentError, brief
+from gainstage._scaling import gradients
+from gainstage._scaling.retry_loop import Attempt, may_help, try_again
+from gainstage._variables.sharding import summed_over
+from gainstage._variables.types import OptState, PyTree, Scalar
+from gainstage.transforms.loss_scaled_state import (
+    LossScaledState,
+    loss_scaled_state,
+    retried,
+    state_to_scale_by,
+    with_first_scale_if_skipped,
+)
+from gainstage.transforms.models import Copy, Nnx, Partition, change, kind_of, split
+from gainstage.transforms.updates import selected, updated
+from gainstage.transforms.value_and_grad import Backward, Loss
+
+
+class StateParts(NamedTuple):
+    """What a step changes of a `TrainState`."""
+
+    params: PyTree
+    opt_state: OptState
+    extra: PyTree
+    step: Any
+
+
+class NewExtra(NamedTuple):
+    """What a loss has changed of an NNX model, and of the rest of a state."""
+
+    model: PyTree  # the new values, as an `nnx.State`; {} if there are none
+    extra: PyTree
+
+
+def differentiated(
+    loss: Loss,
+    state: StateParts,
+    scale: jax.Array,
+    batch: Sequence[PyTree],
+    named: Mapping[str, Any] | None = None,
+) -> Backward:
+    """The first half of a step: the loss and its scaled gradients. The model is not changed; what
+    the loss has changed of it is in `extra`.
+
+    Args:
+        loss: what is differentiated.
+        state: the state before the step.
+        scale: the loss scale.
+        batch, named: what the loss takes beside the state.
+    """
+    model, loss = Copy(state.params), loss._replace(has_extra=state.extra is not None)
+    # A copy: Equinox refuses a `State` that was used once.
+    extra = [jax.tree.map(lambda x: x, state.extra)] if loss.has_extra else []
+    arguments = (model.tree, *extra, *batch)
+    _check_arguments(loss, arguments, named or {})
+    backward = loss.backward(scale, arguments, named)
+    if not model.has_objects:
+        return backward
+    return backward._replace(extra=NewExtra(model.changes(), backward.extra))
+
+
+def applied(
+    tx: optax.GradientTransformationExtraArgs,
+    state: StateParts,
+    grads: PyTree,
+    extra: PyTree,
+    loss: Scalar | None = None,
+    **options: Any,
+) -> StateParts:
+    """The second half of a step: the state after an update with these gradients, or a skipped one.
+
+    Args:
+        tx: the transformation.
+        state: the state before the step.
+        grads: the gradients, true ones unless `options` has their scale.
+        extra: what `differentiated` has returned as `extra`.
+        loss: the true loss, for rules and transformations that measure it.
+        options: what else the update takes.
+    """
+    model, changes = Copy(state.params), dict[Any, Any]()
+    if model.has_objects:
+        if not isinstance(extra, NewExtra):
+            raise _no_extra(extra)
+        changes, extra = extra
+    if extra is None and state.extra is not None:
+        raise _no_extra(extra)
+    kind = kind_of(state.params)
+    if not isinstance(kind, Nnx):
+        check_like("grads", grads, "params", kind.trainable(state.params))
+    trainable = kind.chosen(model.tree, grads)
+    check_like("grads", grads, "params", trainable)
+    check_like("extra", extra, "extra", state.extra)
+    if loss is not None:
+        options["value"] = loss
+    updates, opt_state = tx.update(grads, state.opt_state, trainable, **options)
+    applies = loss_scaled_state(opt_state).applied
+    if changes:  # such as running means of batch normalisation
+        change(model.tree, selected(changes, model.before(changes), applies))
+    params = updated(model.tree, updates, applies)
+    if extra is not None:
+        extra = selected(extra, jax.tree.map(lambda x: x, state.extra), applies)
+    return StateParts(params, opt_state, extra, state.step + applies.astype(jnp.int32))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a step has returned beside the arrays of the new state."""
+
+    loss: jax.Array
+    aux: list[Any]  # of one, or none
+    changes: PyTree  # of the objects of NNX in the batch
+    spoiled: jax.Array | None  # the number in `beside` of what is not finite, or -1
+    partition: Partition = dataclasses.field(metadata={"static": True})  # of the new state
+    beside: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    summed: str = dataclasses.field(metadata={"static": True})  # the axes of `summed_over`
+
+
+Taken = tuple[list[Any], Outcome]
+
+
+class Step(NamedTuple):
+    """What is the same in all steps of a run.
+
+    Args:
+        loss: what is differentiated.
+        tx: the transformation.
+        retries: as for `train_step`.
+    """
+
+    loss: Loss
+    tx: optax.GradientTransformationExtraArgs
+    retries: int = 0
+
+    def take(
+        self,
+        partition: Partition,
+        arrays: Sequence[Any],
+        batch: Sequence[PyTree],
+        shardings: Sequence[Any] = (),
+    ) -> Taken:
+        """A whole step, with its retries.
+
+        Args:
+            partition: the state before it, without its arrays; the rest is (opt_state, step).
+            arrays: its arrays.
+            batch: what the loss takes beside the state. Its objects of NNX stay as they are.
+            shardings: a `NamedSharding` for each array of the model; none if they have none.
+        """
+        first = self._try(partition, arrays, batch, shardings)
+        if not self.retries:
+            return first
+
+        def tried(taken: Taken, before: OptState) -> Attempt:
+            old, new = (loss_scaled_state(state) for state in (before, _opt_state(taken)))
+            scales = old.rule_state.scale, new.rule_state.scale
+            return Attempt(may_help(new.applied, taken[1].loss, *scales), taken)
+
+        def again(skipped: Taken) -> Attempt:
+            before = retried(_opt_state(skipped))
+            arrays, outcome = _with_opt_state(skipped, before)
+            return tried(self._try(outcome.partition, arrays, batch, shardings), before)
+
+        before = partition.combine(arrays).rest[0]
+        _, last = try_again(tried(first, before), again, self.retries)
+        opt_state = with_first_scale_if_skipped(_opt_state(last), _opt_state(first))
+        return _with_opt_state(last, opt_state)
+
+    def _try(
+        self,
+        partition: Partition,
+        arrays: Sequence[Any],
+        batch: Sequence[PyTree],
+        shardings: Sequence[Any],
+    ) -> Taken:
+        """A step without retries."""
+        params, extra, (opt_state, step) = partition.combine(arrays)
+        state = StateParts(params, opt_state, extra, step)
+        objects = Copy(batch)
+        scale = state_to_scale_by(opt_state).rule_state.scale
+        backward = differentiated(self.loss, state, scale, objects.tree)
+        grads, options = backward.grads, dict[str, Any]()
+        if isinstance(opt_state, LossScaledState):
+            options["loss_scale"] = scale
+            if shardings:
+                options |= _placed(partition, shardings, grads)
+        else:  # others get the gradients first
+            grads = gradients.unscale(grads, scale)
+        new = applied(self.tx, state, grads, backward.extra, backward.loss, **options)
+        arrays, after = split(new.params, new.extra, (new.opt_state, new.step))
+        if after.params != partition.params:
+            raise ValueError(
+                "Expected a loss_fn that does not change the structure of the model; got one that "
+                "does. Create all variables of the model before the first step."
+            )
+        after = (
+            partition if after == partition else after
+        )  # the same object: it is compared by `is`
+        applies, changes = loss_scaled_state(new.opt_state).applied, objects.changes()
+        if changes:
+            changes = selected(changes, objects.before(changes), applies)
+        beside, spoiled = _spoiled(backward, extra, applies)
+        aux = [backward.aux] if self.loss.has_aux else []
+        over = summed_over(backward.loss, grads)
+        return arrays, Outcome(backward.loss, aux, changes, spoiled, after, beside, over)
+
+
+def _opt_state(taken: Taken) -> OptState:
+    return taken[1].partition.combine(taken[0]).rest[0]
+
+
+def _with_opt_state(taken: Taken, opt_state: OptState) -> Taken:
+    arrays, outcome = taken
+    lists = outcome.partition.lists(arrays)
+    _, step = outcome.partition.rest.combine(lists.rest)
+    return [*lists.params, *lists.extra, *jax.tree.leaves((opt_state, step))], outcome
+
+
+def _placed(partition: Partition, shardings: Sequence[Any], grads: PyTree) -> dict[str, Any]:
+    """What an update takes of the shardings of the arrays of a model."""
+    model = partition.params.combine(shardings)
+    each = leaves_and_none(kind_of(model).chosen(model, grads))
+    if None in each:
+        return {}
+    is_whole = all(sharding.is_fully_replicated for sharding in shardings)
+    return {"param_shardings": each} | ({} if is_whole else {"shardings": each})
+
+
+def _spoiled(
+    backward: Backward, extra: PyTree, applies: jax.Array
+) -> tuple[tuple[str, ...], jax.Array | None]:
+    """The names of the arrays beside the loss; and the number of the first that has a NaN or an inf
+    after an applied step, and had none before, or -1; None if there is no array."""
+    new = backward.extra.extra if isinstance(backward.extra, NewExtra) else backward.extra
+    found, before = (
+        {
+            joined(path): _is_spoiled(x)
+            for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+            if jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        }
+        for tree in ({"extra": new, "aux": backward.aux}, {"extra": extra})
+    )
+    if not found:
+        return (), None
+    is_new = [x if name not in before else x & ~before[name] for name, x in found.items()]
+    each = jnp.stack(is_new)
+    return tuple(found), jnp.where(applies & each.any(), jnp.argmax(each), -1)
+
+
+def _is_spoiled(x: jax.Array) -> jax.Array:
+    """Whether an array has a NaN or an inf; a negative one may be that of a mask."""
+    return (jnp.isnan(x) | (x == jnp.inf)).any()
+
+
+# ── what a user can get wrong ────────────────────────────────────────────────────────────────────
+
+
+def _check_arguments(loss: Loss, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises a TypeError for a loss that takes other arguments than it is given."""
+    try:
+        inspect.signature(loss.fun).bind(*args, **kwargs)
+    except ValueError:  # it has no signature
+        return
+    except TypeError as error:
+        given = "params, extra, *batch" if loss.has_extra else "params, *batch"
+        if len(args) == 2 + loss.has_extra and isinstance(args[-1], tuple | list | dict):
+            advice = (
+                "Take a batch that is a dict as one argument, loss_fn(params, batch), or pass its "
+                "values: step(state, batch['x'], batch['y'])."
+                if isinstance(args[-1], dict)
+                else f"Unpack a batch that is a {type(args[-1]).__name__}: step(state, *batch)."
+            )
+        elif loss.has_extra:
+            advice = "Take the extra of the state as the second argument."
+        else:
+            advice = (
+                "A loss that takes an extra needs a state that has one: "
+                "gainstage.TrainState.create(params, tx, extra=extra)."
+            )
+        raise TypeError(
+            f"Expected a loss_fn of ({given}), here of {len(args)} arguments; got one to which "
+            f"this applies: {error}. {advice}"
+        ) from error
+
+
+def _no_extra(extra: object) -> InvalidArgumentError:
+    """The error for something else than what `value_and_grad` has returned."""
+    return InvalidArgumentError(
+        f"Expected the extra that value_and_grad of this state has returned; got {brief(extra)}. "
+        f"Write loss, extra, grads = state.value_and_grad(loss_fn)(*batch), then "
+        f"state.apply_gradients(grads, extra)."
+    )
+
+
+def check_like(name: str, given: PyTree, other: str, expected: PyTree) -> None:
+    """Raises a ValueError for a pytree of another structure, or arrays of other shapes."""
+
+    def shapes(tree: PyTree) -> dict[str, Any]:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
+        return {
+            jax.tree_util.keystr(path): None if leaf is None else jnp.shape(leaf)
+            for path, leaf in leaves
+        }
+
+    of_given, of_expected = shapes(given), shapes(expected)
+    for path in of_expected | of_given:
+        own, wanted = of_given.get(path, "none"), of_expected.get(path, "none")
+        if own != wanted and None not in (own, wanted):
+            raise ValueError(
+                f"Expected {name} in the structure of state.{other}; got shape {own} of "
+                f"`{name}{path}` for shape {wanted} of `state.{other}{path}`."
+            )
