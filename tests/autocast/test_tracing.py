@@ -69,3 +69,32 @@ def test_tracing_grows_with_the_program(blocks):
     exact = calls(lambda fun: fun, blocks)
     assert calls(gs.autocast, blocks) <= 2.5 * exact
     assert calls(lambda fun: gs.autocast(fun, loss_scale=2.0**15), blocks) <= 4.5 * exact
+
+
+@pytest.mark.parametrize("calls_itself", [False, True])
+def test_a_program_traced_in_the_midst_of_another_changes_nothing_of_it(calls_itself):
+    """While the gradient of a function under autocast is traced, a derivative of the user's may
+    call the same function with other arguments: the first program stays what it is alone."""
+    a, b = jnp.full((64, 64), 0.01), jnp.full((64, 64), 0.03)
+    x = jnp.linspace(0.1, 1.0, 64 * 64).reshape(64, 64)
+
+    @jax.custom_vjp
+    def passed(h):
+        return h
+
+    def forward(h):
+        return h, half({"a": a}, x) if calls_itself else None
+
+    passed.defvjp(forward, lambda kept, cotangent: (cotangent,))
+
+    def loss_fn(params, x):
+        h = passed(x @ params["a"])
+        return jnp.log(h @ params["b"]).mean() if "b" in params else jnp.mean(h**2)
+
+    half = gs.autocast(loss_fn)
+    program = jax.make_jaxpr(jax.grad(half))({"a": a, "b": b}, x)
+    products = [eqn for eqn in program.eqns if eqn.primitive.name == "dot_general"]
+    dtypes = [eqn.outvars[0].aval.dtype.name for eqn in products]
+    # Those of both calls come first: of x with "a". The logarithm gets a float32 result.
+    first = ["float16"] * (1 + calls_itself)
+    assert dtypes == [*first, "float32", "float32", "float32", "float16"]

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, Never, TypeAlias, overload
+from typing import Any, NamedTuple, Never, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,15 @@ from gainstage.precision.policy import (
     multiplied,
     width,
 )
-from gainstage.transforms.retrace import IS_KEPT, SINGLE, Retraced, as_written, of_kernel, replayed
+from gainstage.transforms.retrace import (
+    IS_KEPT,
+    SINGLE,
+    Replay,
+    Retraced,
+    as_written,
+    of_kernel,
+    replayed,
+)
 from gainstage.transforms.self_scaled import self_scaled
 
 Precision: TypeAlias = str | Plan | DTypeLike
@@ -162,14 +170,12 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
             f"autocast returned. Pass the function that it was given: fun.__wrapped__."
         )
     plan = named(dtype)
-    cast: Any
     if isinstance(plan, Plan):
-        caster = _Caster(DTYPES[plan.dtype], plan)
-        cast = replayed(fun, caster.compute, caster.constant, plan.check, half=plan.dtype)
+        casting = _Casting(DTYPES[plan.dtype], plan)
     else:
-        half = plan if plan in DTYPES else "float16"
-        caster = _Caster(DTYPES[half], card=H100 if plan == FLOAT8 else None)
-        cast = replayed(fun, caster.compute, caster.constant, caster.look, caster.tell, half=half)
+        card = H100 if plan == FLOAT8 else None
+        casting = _Casting(DTYPES["float16" if plan == FLOAT8 else plan], card=card)
+    cast: Any = replayed(fun, casting.begin, half=casting.dtype.name)
     cast.autocast_plan = plan
     return cast if loss_scale is None else self_scaled(cast, loss_scale)
 
@@ -216,15 +222,15 @@ def named(dtype: Any) -> str | Plan:
 def with_float8(fun: Callable[P, R]) -> Callable[P, R]:
     """`autocast(fun, "float8")` for a card that always gains by it: all linear layers that are not
     too narrow for the hardware."""
-    caster = _Caster(DTYPES["float16"], card=ANY)
-    return replayed(fun, caster.compute, caster.constant, caster.look, half="float16")
+    casting = _Casting(DTYPES["float16"], card=ANY, tells=False)
+    return replayed(fun, casting.begin, half="float16")
 
 
 def without(fun: Callable[P, R], *rows: str) -> Callable[P, R]:
     """`autocast(fun)` without some rows of the policy, or some needs, for a study of what each is
     for."""
-    caster = _Caster(DTYPES["float16"], without=frozenset(rows))
-    return replayed(fun, caster.compute, caster.constant, caster.look, half="float16")
+    casting = _Casting(DTYPES["float16"], without=frozenset(rows), tells=False)
+    return replayed(fun, casting.begin, half="float16")
 
 
 def plan_of(fun: Callable[..., Any]) -> str | Plan | None:
@@ -278,50 +284,65 @@ class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a stat
         return type(self)()  # a decorated function may call itself
 
 
-class _Caster:
-    """Computes operations in half precision, by a plan or by the two lists of `policy.py`.
+class _Casting(NamedTuple):
+    """How operations are computed in half precision: by a plan, or by the lists of `policy.py`.
 
     Args:
         dtype: the half-precision dtype.
         plan: which operations are in which dtype, None for the default.
         card: for which products are in float8, None for none.
         without: the names of rows of the lists, and of needs, that are left out, in a study.
+        tells: whether it warns if it casts nothing.
     """
 
-    def __init__(
-        self,
-        dtype: np.dtype,
-        plan: Plan | None = None,
-        card: Card | None = None,
-        without: frozenset[str] = frozenset(),
-    ):
-        self._dtype, self._plan, self._card, self._without = dtype, plan, card, without
+    dtype: np.dtype
+    plan: Plan | None = None
+    card: Card | None = None
+    without: frozenset[str] = frozenset()
+    tells: bool = True
+
+    def begin(self, program: AnyJaxpr) -> Replay:
+        """How one program is computed."""
+        caster = _Caster(self, program)
+        if self.plan is not None:
+            self.plan.check(program)
+        is_told = self.tells and self.plan is None
+        return Replay(caster.compute, caster.constant, caster.tell if is_told else lambda: None)
+
+
+class _Caster:
+    """Computes the operations of one program in half precision.
+
+    Args:
+        casting: how.
+        program: the program.
+    """
+
+    def __init__(self, casting: _Casting, program: AnyJaxpr):
+        self._dtype, self._plan, self._card, self._without, _ = casting
+        self._program = program
         self._needs = dict[Path, Need]()  # what must be exact, by operation
-        self._products, self._told = 0, False  # products in float32 in the program; the warning
+        if self._plan is None:
+            self._needs = needs_of(program, self._dtype, self._without)
+        self._products = 0  # in float32 in the program
         self._float8s = 0  # products in float8
         self._too_small = list[Sizes]()  # linear layers for it
 
-    def look(self, program: AnyJaxpr) -> None:
-        """Looks at a program before it is computed."""
-        self._needs = needs_of(program, self._dtype, self._without)
-        self._products, self._float8s, self._too_small = 0, 0, []
-
-    def tell(self, program: AnyJaxpr) -> None:
-        """Warns once if no product of a program was computed in the dtype that was asked for."""
-        every = list(jaxprs.equations(program))
+    def tell(self) -> None:
+        """Warns if no product of the program was computed in the dtype that was asked for."""
+        every = list(jaxprs.equations(self._program))
         each = [eqn for eqn in every if eqn.primitive.name in PRODUCTS]
         dtypes = {jaxprs.array(v).dtype for eqn in each for v in eqn.invars}
-        known = self._dtype in dtypes or not dtypes <= {SINGLE, *DTYPES.values()}
-        kept = any(KEEPS.search(jaxprs.scopes(eqn)) for eqn in every)
-        if dtypes == {np.dtype("float64")} and not (kept or self._told):
-            self._told = True
+        is_known = self._dtype in dtypes or not dtypes <= {SINGLE, *DTYPES.values()}
+        if any(KEEPS.search(jaxprs.scopes(eqn)) for eqn in every):
+            return
+        if dtypes == {np.dtype("float64")}:
             warn(
                 f"autocast has computed no product in {self._dtype}: all {len(each)} are in "
                 f"float64, which it leaves as it is. Under jax_enable_x64, ask for float32 where "
                 f"you create parameters and inputs, as in jnp.zeros(4, jnp.float32)."
             )
-        if self._card is not None and each and not (self._float8s or kept or self._told):
-            self._told = True
+        elif self._card is not None and each and not self._float8s:
             largest = max(self._too_small, key=lambda sizes: sizes.operations, default=None)
             why = f": the largest linear layer, {largest}, gains nothing on an {self._card.name}"
             warn(
@@ -329,8 +350,7 @@ class _Caster:
                 f'{self._dtype}, as by "{self._dtype}". To choose by what the gradients show: '
                 f'gainstage.precision.tune(fun, params, batches, dtype="float8").'
             )
-        if each and not (self._products or known or kept or self._told):
-            self._told = True
+        elif each and not (self._products or is_known):
             warn(
                 f"autocast has computed no product in {self._dtype}: {len(each)} are in functions "
                 f"with derivatives of their own, where it casts nothing, or have been cast by the "

@@ -15,7 +15,7 @@ from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import is_float32
 from gainstage._programs.jaxprs import Path
 from gainstage.precision.float8_product import E5M2, rounded, to_operand
-from gainstage.transforms.retrace import SINGLE, Retraced, as_written, replayed
+from gainstage.transforms.retrace import SINGLE, Replay, Retraced, as_written, replayed
 
 
 class Switch(enum.IntEnum):
@@ -69,7 +69,7 @@ def switched(
             results.append(Retraced(y))
         return results
 
-    return replayed(fun, compute, half=half)
+    return replayed(fun, lambda program: Replay(compute), half=half)
 
 
 def _as_float8(x: ArrayLike, half: jax.Array, is_small: jax.Array) -> jax.Array:

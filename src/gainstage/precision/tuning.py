@@ -16,7 +16,7 @@ from gainstage._base._jax import JaxprEqn
 from gainstage._base.progress_bar import counted
 from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import is_float32
-from gainstage._programs.jaxprs import Path
+from gainstage._programs.jaxprs import AnyJaxpr, Path
 from gainstage._programs.operations import PRODUCTS
 from gainstage._programs.places import frames_of, line_of, scope_of
 from gainstage._variables.types import PyTree, Using
@@ -36,7 +36,7 @@ from gainstage.precision.samples import (
 )
 from gainstage.precision.switches import Switch, switched
 from gainstage.precision.tune_sums import SumFinder
-from gainstage.transforms.retrace import Retraced, as_written, replayed
+from gainstage.transforms.retrace import Replay, Retraced, as_written, replayed
 
 __all__ = ["tune"]
 
@@ -201,7 +201,11 @@ class _Tuner:
             sums.follow(eqn, values, results, path)
             return results
 
-        traced = replayed(samples.fun, visit, check=programs.append, half=dtype.name)
+        def begin(program: AnyJaxpr) -> Replay:
+            programs.append(program)
+            return Replay(visit)
+
+        traced = replayed(samples.fun, begin, half=dtype.name)
         one, first = jnp.float32(1), samples.arrays[0]
         jax.eval_shape(lambda arrays: samples.gradients_of(traced, one, arrays), first)
         arguments = jaxprs.open_jaxpr(programs[0]).invars
@@ -304,7 +308,9 @@ class _Tuner:
                 jax.debug.callback(functools.partial(note, numbers[path]), size)
             return results
 
-        measured = replayed(self._samples.fun, compute, half=self._dtype.name)
+        measured = replayed(
+            self._samples.fun, lambda program: Replay(compute), half=self._dtype.name
+        )
 
         def ranges(arrays: Sequence[Any]) -> None:
             measured(*self._samples.args(arrays))

@@ -6,7 +6,7 @@ import enum
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -76,26 +76,31 @@ class Retraced:
 Compute = Callable[[JaxprEqn, list[Retraced], Path], list[Retraced]]
 
 
+class Replay(NamedTuple):
+    """How one program is run again.
+
+    Args:
+        compute: computes an operation, unless it contains a program, or the user keeps it.
+        constant: makes a value of a constant of the program.
+        done: called after the program was run.
+    """
+
+    compute: Compute
+    constant: Callable[[Any], Retraced] = Retraced
+    done: Callable[[], None] = lambda: None
+
+
 def replayed(
-    fun: Callable[P, R],
-    compute: Compute,
-    constant: Callable[[Any], Retraced] = Retraced,
-    check: Callable[[AnyJaxpr], None] = lambda program: None,
-    done: Callable[[AnyJaxpr], None] = lambda program: None,
-    *,
-    half: str,
+    fun: Callable[P, R], begin: Callable[[AnyJaxpr], Replay], *, half: str
 ) -> Callable[P, R]:
-    """Returns `fun` with its operations computed by `compute`.
+    """Returns `fun` with its operations computed in another way.
 
     It is traced and run again in the context of the caller: it can be differentiated, batched and
     compiled. Variables and models of NNX that it changes are changed by the second run.
 
     Args:
         fun: a function of pytrees or models.
-        compute: computes an operation, unless it contains a program, or the user keeps it.
-        constant: makes a value of a constant of the program.
-        check: called with the program before it is run again.
-        done: called with the program after that.
+        begin: called with each program of it; returns how that one is run again.
         half: the dtype of kernels under `in_half`, which are then one operation each.
     """
 
@@ -104,12 +109,12 @@ def replayed(
         with cotangents_times(given_scale()):
             if IS_KEPT.value:
                 return in_float32(program, types)(*arrays)
-            check(program)
+            replay = begin(program)
             pairs = zip(arrays, _kinds(arguments), strict=True)
-            evaluate = function_of(compute, constant, program, types)
-            found = evaluate(*(Retraced(x, kind) for x, kind in pairs))
-        done(program)
-        return [value.x for value in found]
+            evaluate = function_of(replay.compute, replay.constant, program, types)
+            values = evaluate(*(Retraced(x, kind) for x, kind in pairs))
+        replay.done()
+        return [value.x for value in values]
 
     return traced(fun, run, half=half)
 
@@ -185,7 +190,7 @@ def function_of(
     """The function of a program, on values.
 
     Args:
-        compute, constant: as for `replayed`.
+        compute, constant: as for `Replay`.
         program: a jaxpr.
         types: the types of its first results; others may be in half precision.
         path: the indices of the equations around it.

@@ -76,10 +76,8 @@ def self_scaled(
         raise TypeError(f"Expected a function for loss_fn; got {loss_fn!r}.")
     scale = checks.loss_scale("scale", scale)
     retries = checks.integer("retries", retries, low=0)
-    warned = False
 
     def run(program: ClosedJaxpr, inputs: Sequence[Any], arguments: PyTree) -> list[Any]:
-        nonlocal warned
         arrays = inputs[1:]  # the scale is the first
         if IS_KEPT.value:  # all of it is in float32, which needs no scale
             unscaled = _varying(jnp.float32(1)), *arrays
@@ -87,8 +85,7 @@ def self_scaled(
                 program, unscaled, lambda eqn, xs, _: jaxprs.bind_shared(eqn, xs)
             )
         halves = [x for x in arrays if is_differentiated(x) and x.dtype == jnp.float16]
-        if halves and not warned:
-            warned = True
+        if halves:
             warn(
                 f"The gradient of a float16 parameter, here of shape {halves[0].shape}, is float16 "
                 f"too, and loses below 6e-8 what loss_scale has kept. Keep parameters in float32, "
