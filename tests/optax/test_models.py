@@ -14,7 +14,7 @@ import gainstage as gs
 from gainstage import xray
 from gainstage.__main__ import main
 from gainstage.diagnostics import StepRecorder
-from gainstage.transforms import apply_updates, models
+from gainstage.transforms import apply_updates
 
 nnx, eqx = pytest.importorskip("flax.nnx"), pytest.importorskip("equinox")
 HALF = jnp.float16
@@ -401,8 +401,6 @@ def test_a_plain_pytree_has_the_program_of_jax():
         for using in ({}, {"using": jax.value_and_grad})
     ]
     assert str(programs[0]) == str(programs[1])
-    assert models.library(dict) is None
-    assert models.trainable(params) is params
 
 
 def test_recognition_imports_no_library():
