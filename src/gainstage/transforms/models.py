@@ -163,34 +163,14 @@ def advice_for(params: PyTree) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Graph:
-    """An NNX model with shared variables without its arrays, in the place of a `Static`."""
+class Graph(Static):
+    """An NNX model with shared variables without its arrays: the state of the model, and this."""
 
-    definition: Any
-    state: Static
-
-    @property
-    def structure(self) -> Any:
-        """The structure of the state of the model."""
-        return self.state.structure
-
-    @property
-    def count(self) -> int:
-        """How many arrays it takes."""
-        return self.state.count
-
-    @property
-    def others(self) -> list[Any]:
-        """The leaves that are not arrays."""
-        return self.state.others
+    definition: Any = None
 
     def combine(self, arrays: Iterable[Any]) -> Any:
         """The model with these arrays."""
-        return self.built(self.state.combine(arrays))
-
-    def placed(self, arrays: Iterable[Any]) -> list[Any]:
-        """The leaves of the state of the model, with these arrays in their places."""
-        return self.state.placed(arrays)
+        return self.built(super().combine(arrays))
 
     def built(self, tree: Any) -> Any:
         """The model of a state."""
@@ -209,7 +189,7 @@ class Parts(NamedTuple):
 class Partition:
     """The parts of a state without their arrays, which are one list."""
 
-    params: Static | Graph
+    params: Static
     extra: Static
     rest: Static
 
@@ -260,9 +240,7 @@ def split(
     return [*arrays, *more, *leaves], Partition(model, static, Static.of_arrays(structure))
 
 
-def split_model(
-    model: PyTree, kinds: tuple[type, ...] = ARRAYS
-) -> tuple[list[Any], Static | Graph]:
+def split_model(model: PyTree, kinds: tuple[type, ...] = ARRAYS) -> tuple[list[Any], Static]:
     """Splits a model into its arrays and the rest. Each variable that parts of an NNX model share
     is there once, and is shared again when it is combined."""
     arrays, static = partition(model, kinds)
@@ -270,7 +248,7 @@ def split_model(
         definition, state = _nnx().split(model)
         leaves, structure = jax.tree.flatten(state)
         if len(leaves) < len(arrays):
-            return leaves, Graph(definition, Static.of_arrays(structure))
+            return leaves, dataclasses.replace(Graph.of_arrays(structure), definition=definition)
     return arrays, static
 
 

@@ -364,7 +364,8 @@ class _CompiledStep:
         except (TypeError, ValueError, RuntimeError) as error:
             explain_step(error, state, batch)
             raise
-        change(batch, outcome.changes)
+        if outcome.changes:
+            change(batch, outcome.changes)
         if outcome.summed:
             warn(SUMMED.format(at="of gainstage.train_step", over=outcome.summed))
         partition = outcome.partition
