@@ -465,22 +465,22 @@ class _Reading:
         """What is known of the results of a loop: its carry is what it is before, and after each
         turn, so it is read until no turn tells anything new."""
         places = [("carry", id(eqn), i) for i in range(len(carry))]
-        given = [
+        carried = [
             self._seen(x._replace(still=False, number=None, origin=place))
             for x, place in zip(carry, places, strict=True)
         ]
-        outs, before = given, len(self.marks)
+        outs, before = carried, len(self.marks)
         for _ in range(TURNS):
             del self.marks[before:]
-            outs = turn(given)
-            both = zip(given, outs, strict=False)
+            outs = turn(carried)
+            both = zip(carried, outs, strict=False)
             new = [
                 _joined(pair)._replace(origin=place)
                 for pair, place in zip(both, places, strict=True)
             ]
-            if list(map(_without_places, new)) == list(map(_without_places, given)):
+            if list(map(_without_places, new)) == list(map(_without_places, carried)):
                 return outs
-            given = new
+            carried = new
         del self.marks[before:]
         return [x._replace(degree=None) for x in outs]
 
@@ -525,15 +525,15 @@ def _scalar(x: Any) -> float | None:
         return None
 
 
-def _placed(x: Seen, given: Sequence[Seen], eqn: JaxprEqn) -> Seen:
+def _placed(x: Seen, operands: Sequence[Seen], eqn: JaxprEqn) -> Seen:
     """What is known of a result of a function of a library, with the place of its call."""
-    before = {flaw for value in given for flaw in value.flaws}
+    before = {flaw for value in operands for flaw in value.flaws}
     renamed = "jnp.nan_to_num" if eqn.params.get("name") == "nan_to_num" else None
     flaws = [
         flaw if flaw in before else Flaw(renamed or flaw.name, eqn, flaw.is_inside)
         for flaw in x.flaws
     ]
-    is_new = x.last is not None and all(value.last is not x.last for value in given)
+    is_new = x.last is not None and all(value.last is not x.last for value in operands)
     return x._replace(flaws=_merged(flaws), last=eqn if is_new else x.last)
 
 

@@ -79,8 +79,8 @@ def interpret(
         path: the indices of the equations around the program; `compute` gets its own behind them.
     """
     jaxpr, constants = getattr(program, "jaxpr", program), getattr(program, "consts", ())
-    known = dict(zip(jaxpr.constvars, map(constant, constants), strict=True))
-    known.update(zip(jaxpr.invars, values, strict=True))
+    environment = dict(zip(jaxpr.constvars, map(constant, constants), strict=True))
+    environment.update(zip(jaxpr.invars, values, strict=True))
     del values
     used = [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]
     last = {v: n for n, some in enumerate(used) for v in some if not isinstance(v, Literal)}
@@ -88,12 +88,14 @@ def interpret(
     for n, eqn in enumerate(jaxpr.eqns):
         index = next(indices[eqn.primitive.name in OF_DEVICES])
         if eqn.effects or any(variable in last for variable in eqn.outvars):
-            each = (number(v.val) if isinstance(v, Literal) else known[v] for v in eqn.invars)
-            known.update(zip(eqn.outvars, compute(eqn, list(each), (*path, index)), strict=True))
+            each = (number(v.val) if isinstance(v, Literal) else environment[v] for v in eqn.invars)
+            environment.update(
+                zip(eqn.outvars, compute(eqn, list(each), (*path, index)), strict=True)
+            )
         for variable in eqn.invars:
             if not isinstance(variable, Literal) and last[variable] == n:
-                known.pop(variable, None)
-    return [number(v.val) if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
+                environment.pop(variable, None)
+    return [number(v.val) if isinstance(v, Literal) else environment[v] for v in jaxpr.outvars]
 
 
 def with_selects(
@@ -107,10 +109,10 @@ def with_selects(
         applies: its argument that decides, a bool scalar.
         old: for each such value, the argument of the same type that it is if `applies` is False.
     """
-    equations, found = list[JaxprEqn](), set[Var]()
+    equations, selected = list[JaxprEqn](), set[Var]()
     for eqn in program.jaxpr.eqns:
         new = {v: Var(v.aval) for v in eqn.outvars if v in old}
-        found |= new.keys()
+        selected |= new.keys()
         equations.append(eqn.replace(outvars=[new.get(v, v) for v in eqn.outvars]) if new else eqn)
         equations += [
             new_jaxpr_eqn(
@@ -119,7 +121,7 @@ def with_selects(
             )
             for v, n in new.items()
         ]  # fmt: skip
-    return ClosedJaxpr(program.jaxpr.replace(eqns=equations), program.consts), found
+    return ClosedJaxpr(program.jaxpr.replace(eqns=equations), program.consts), selected
 
 
 def bind(
@@ -132,15 +134,15 @@ def bind(
         values: its operands.
         params: the parameters to use instead of its own.
     """
-    own = dict(eqn.params if params is None else params)
-    if "bwd" in own:  # of a `jax.custom_vjp`
-        own["bwd"] = given_arrays(own["bwd"])
-    scale = scale_of_cotangents() if "bwd" in own else None
+    parameters = dict(eqn.params if params is None else params)
+    if "bwd" in parameters:  # of a `jax.custom_vjp`
+        parameters["bwd"] = given_arrays(parameters["bwd"])
+    scale = scale_of_cotangents() if "bwd" in parameters else None
     with inside(eqn), eqn.ctx.manager:
         if scale is not None:
-            call = lambda *xs: eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(own))  # noqa: E731
-            return with_true_cotangents(call, values, scale, own["num_consts"])
-        found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(own))
+            call = lambda *xs: eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(parameters))  # noqa: E731
+            return with_true_cotangents(call, values, scale, parameters["num_consts"])
+        found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(parameters))
     return list(found) if eqn.primitive.multiple_results else [found]
 
 

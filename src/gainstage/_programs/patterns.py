@@ -81,24 +81,24 @@ def constant_of(
         producers: the operation that has made each value.
         constants: the arrays that the program contains.
     """
-    known: dict[Var, Any] = {v: x for v, x in constants.items() if not isinstance(x, Tracer)}
+    numbers: dict[Var, Any] = {v: x for v, x in constants.items() if not isinstance(x, Tracer)}
     left = MOST_SUMS
 
     def computed(one: Var | Literal) -> Any:
         nonlocal left
         if isinstance(one, Literal):
             return one.val
-        if one not in known:
+        if one not in numbers:
             eqn = producers.get(one)
             left -= 1
             if left < 0 or eqn is None or eqn.effects or eqn.primitive.name in jaxprs.OF_DEVICES:
                 raise LookupError
             if jaxprs.array(one).size > SMALL_CONSTANT:
                 raise LookupError
-            known.update(
+            numbers.update(
                 zip(eqn.outvars, jaxprs.bind(eqn, list(map(computed, eqn.invars))), strict=True)
             )
-        return known[one]
+        return numbers[one]
 
     try:
         with jax.ensure_compile_time_eval():

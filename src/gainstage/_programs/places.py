@@ -104,7 +104,7 @@ class Places:
 
     def of(self, eqn: JaxprEqn, notes: Sequence[Note]) -> tuple[Place, Note]:
         """Returns the place of the current equation, and the note of its results."""
-        own = sorted({note.own for note in notes if note.own})
+        parameters = sorted({note.own for note in notes if note.own})
         data = [note for note in notes if note.is_data or note.is_backward]
         takes = eqn.primitive.name in INDEXING
         order = min((note.order for note in notes if note.is_backward), default=None)
@@ -112,9 +112,9 @@ class Places:
             order, near, at = self._behind(order)
             note = Note(near=near, is_backward=True, is_data=True, order=order)
         else:
-            near, at = self._nearest(own, data)
-            if own and not data and not takes:  # another form of a parameter
-                only = own[0] if len(own) == 1 else ""
+            near, at = self._nearest(parameters, data)
+            if parameters and not data and not takes:  # another form of a parameter
+                only = parameters[0] if len(parameters) == 1 else ""
                 note = Note(own=only, near=near, is_data=not only)
             else:
                 note = Note(near=near, is_data=bool(data) or takes)

@@ -77,13 +77,13 @@ def of_no_loss() -> Iterator[None]:
 
 def given_scale() -> jax.Array | None:
     """The scale that `loss_times` has given, where it is one of the cotangents here; else None."""
-    found = _GIVEN.get()
-    if found is None:
+    record = _GIVEN.get()
+    if record is None:
         return None
-    if differentiations().keys() - found.by.keys():  # a gradient inside of the loss, without it
+    if differentiations().keys() - record.by.keys():  # a gradient inside of the loss, without it
         return None
     # A function that is compiled inside would keep the number of its first call.
-    return None if found.is_eager and _is_tracing() else found.value
+    return None if record.is_eager and _is_tracing() else record.value
 
 
 @contextlib.contextmanager

@@ -320,13 +320,13 @@ class Reader(NamedTuple):
         )
         finite, each = jnp.array(True), list[Any]()
         for i, row in enumerate(rows):
-            own = [*factors[i if on_cpu else slice(None)]] if request.norms else []
+            scalars_of_row = [*factors[i if on_cpu else slice(None)]] if request.norms else []
             # The barrier hides that factors are constants: XLA would compute (c x)**2 as c**2 x**2,
             # which overflows. On a CPU each row waits for the one before; otherwise XLA would store
             # scalars that several rows share as arrays of their shape.
             before = finite if on_cpu else True
-            *scalars, _ = lax.optimization_barrier([1 / scale, bound, *own, before])
-            nothing = [jnp.zeros_like(scale)] * (len(own) + request.bounded)
+            *scalars, _ = lax.optimization_barrier([1 / scale, bound, *scalars_of_row, before])
+            nothing = [jnp.zeros_like(scale)] * (len(scalars_of_row) + request.bounded)
             start = (finite, nothing)
             start = varying_like(start, row) if everywhere else start
             stored = row[0].dtype.itemsize < 4 or len(row) > 1  # by XLA:CPU, in float32

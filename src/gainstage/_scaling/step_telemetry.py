@@ -137,13 +137,13 @@ def observed(
     )
 
     def look(longest: int) -> tuple[jax.Array, Exponents | None]:
-        known = before.causes, before.exponents
+        unchanged = before.causes, before.exponents
 
         def causes() -> tuple[jax.Array, Exponents | None]:
             return _more_causes(before.causes, grads, step, longest), before.exponents
 
         if before.exponents is None or not every:
-            return lax.cond(finite, lambda: known, causes)
+            return lax.cond(finite, lambda: unchanged, causes)
         more = jnp.float32(loss_scale / scale)
 
         def exponents() -> tuple[jax.Array, Exponents | None]:
@@ -156,7 +156,7 @@ def observed(
         last = before.exponents.step
         due = (last < 0) | (step - last >= every)
         choice = jnp.where(finite, jnp.where(due, 2, 0), 1)
-        return lax.switch(choice, [lambda: known, causes, exponents])
+        return lax.switch(choice, [lambda: unchanged, causes, exponents])
 
     reader = Reader(is_local=on_one_device(is_local, jax.tree.leaves(grads)))
     causes, exponents = reader.per_platform(look)

@@ -71,13 +71,13 @@ def bound(
     A bound variable has the dtype of its value, and its sharding if `shardings` is given. It may
     hold traced values. Another thread that reads it gets its own value.
     """
-    own = Variable._held(variables)
+    before = Variable._held(variables)
     shardings = [variable._sharding for variable in variables] if shardings is None else shardings
     try:
         Variable._bind(variables, values, shardings)
         yield
     finally:
-        Variable._unbind(variables, own)
+        Variable._unbind(variables, before)
 
 
 @contextlib.contextmanager
@@ -94,13 +94,13 @@ def recorded(runs_now: bool = False) -> Iterator[list[Variable]]:
     kept = getattr(recording, "runs_now", False)
     recording.runs_now = runs_now or kept
     variables: list[Variable] = []
-    own: list[tuple[Any, ...]] = []
-    recording.now = get_opaque_trace_state(), variables, own
+    previous: list[tuple[Any, ...]] = []
+    recording.now = get_opaque_trace_state(), variables, previous
     try:
         yield variables
     finally:
         recording.now, recording.runs_now = before, kept
-        Variable._unbind(variables, own)
+        Variable._unbind(variables, previous)
 
 
 def functionalize(
@@ -142,14 +142,14 @@ def functionalize(
                 f"{brief([v.name for v in variables])}; got {brief(jax.tree.structure(values))}."
             ) from error
         values = [v._fitted(value) for v, value in zip(variables, values, strict=True)]
-        own = Variable._held(variables)
+        before = Variable._held(variables)
         try:
             with bound(variables, values):
                 result = fn(*args, **kwargs)
                 new = read(variables)
         finally:
             # Again, because a signal may have interrupted `bound` while it did so.
-            Variable._unbind(variables, own)
+            Variable._unbind(variables, before)
         return result, structure.unflatten(new)
 
     del pure.__wrapped__  # its signature is another one

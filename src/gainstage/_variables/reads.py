@@ -71,7 +71,7 @@ def _watched(unit: jax.Array, among: Collection[Variable] | None) -> Iterator[Re
     """Binds each floating variable, when it is first read, to a value with a derivative."""
     before = getattr(recording, "note_read", None)
     reads: Reads = {}
-    own: list[tuple[Any, ...]] = []
+    previous: list[tuple[Any, ...]] = []
     in_this_trace = return_to_trace()
 
     def enter(variable: Variable) -> None:
@@ -87,14 +87,14 @@ def _watched(unit: jax.Array, among: Collection[Variable] | None) -> Iterator[Re
         with in_this_trace():  # the first reading may be in the body of a loop
             reads[variable] = _with_tangent(value, unit, len(reads))
             with _noted_by(None):
-                own.extend(Variable._held([variable]))
+                previous.extend(Variable._held([variable]))
             Variable._bind([variable], [reads[variable]], [variable._sharding])
 
     try:
         with _noted_by(enter):
             yield reads
     finally:
-        Variable._unbind(list(reads), own)
+        Variable._unbind(list(reads), previous)
 
 
 @contextlib.contextmanager

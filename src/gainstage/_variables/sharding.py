@@ -189,13 +189,13 @@ def typed_like(new: jax.Array, old: ArrayLike) -> jax.Array:
     return jax.sharding.reshard(new, sharding)
 
 
-def on_one_device(known: bool, arrays: Iterable[Any] = ()) -> bool:
+def on_one_device(is_known: bool, arrays: Iterable[Any] = ()) -> bool:
     """Whether the elements of arrays are on one device: if that is known, or if there is only one
     device; never inside `jax.shard_map`. A program may be compiled for other devices than those of
     this process; the current mesh, or the mesh in an array's type, shows that."""
     mesh = jax.sharding.get_abstract_mesh()
     alone = jax.device_count() == 1 and mesh.size <= 1 and not any(map(typed_sharding, arrays))
-    return (known or alone) and not mesh.manual_axes
+    return (is_known or alone) and not mesh.manual_axes
 
 
 def replicate(

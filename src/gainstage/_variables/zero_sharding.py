@@ -64,16 +64,16 @@ def check_axes(axes: Sequence[str], shardings: Sequence[Any]) -> None:
     """Raises a ValueError that names the first axis of `shard_state_over` that no mesh has."""
     # A mesh may have one device, and then nothing to shard.
     meshes = [getattr(sharding, "mesh", None) for sharding in shardings]
-    known = next((mesh.axis_names for mesh in meshes if mesh is not None), ())
+    axes_of_mesh = next((mesh.axis_names for mesh in meshes if mesh is not None), ())
     for axis in axes:
-        if not known:
+        if not axes_of_mesh:
             raise ValueError(
                 f"shard_state_over={axis!r} needs a mesh. Put the variables on a mesh first, or "
                 f"the parameters: jax.device_put(value, NamedSharding(mesh, spec))."
             )
-        if axis not in known:
+        if axis not in axes_of_mesh:
             raise ValueError(
-                f"Expected axes of the mesh, {known}, for shard_state_over; got {axis!r}."
+                f"Expected axes of the mesh, {axes_of_mesh}, for shard_state_over; got {axis!r}."
             )
 
 

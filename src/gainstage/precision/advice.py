@@ -391,28 +391,28 @@ class _CostMeasurement:
         scaled = exponent is None
         if exponent is None:
             exponent = largest_exponent(lambda e: is_finite(run(0, 2.0**e)), LAST_EXPONENT)
-        found: list[Any] = []
-        while len(found) < len(self._samples):
-            results = run(len(found), 2.0**exponent)
+        measured: list[Any] = []
+        while len(measured) < len(self._samples):
+            results = run(len(measured), 2.0**exponent)
             if scaled and exponent > 0 and not is_finite(results):
-                exponent, found = exponent - EXPONENTS, []  # all at one scale
+                exponent, measured = exponent - EXPONENTS, []  # all at one scale
             else:
-                found.append(results[1:])
-        for _ in found:
+                measured.append(results[1:])
+        for _ in measured:
             self._tick()
-        price = self._reference.price(found)
-        loss, own, others = self._traced(fun)
-        products = products_of(loss, own, others)
+        price = self._reference.price(measured)
+        loss, of_parameters, others = self._traced(fun)
+        products = products_of(loss, of_parameters, others)
         total = sum(p.operations for p in products) or 1.0
         shares: dict[str, float] = {}
         for product in products:
             shares[product.dtype] = shares.get(product.dtype, 0.0) + product.operations / total
         self._products[name] = products
-        memory = kept(loss, own, others)
+        memory = kept(loss, of_parameters, others)
         code = self._code(name.partition(",")[0], scaled)
         code = (EXACT_LINE, *code) if name == EXACT else code
         seconds = self._seconds(name, self._card)
-        known = (memory, shares, seconds, code, *self._reference.bias_at_most(found))
+        known = (memory, shares, seconds, code, *self._reference.bias_at_most(measured))
         return Cost(name, price, exponent if scaled else None, *known)
 
     def _seconds(self, name: str, card: Card) -> float:
@@ -464,13 +464,13 @@ class _CostMeasurement:
         helped = [i for i, price in enumerate(best) if i and price.fits(MAX_NOISE, MAX_BIAS)]
         budgets = {0: budget} | dict.fromkeys(helped, (MAX_NOISE, MAX_BIAS))
         for order, scale in at.items():
-            found = self._prices(run, scale)
+            loss = self._prices(run, scale)
             self._tick()
-            lost = [i for i, bounds in budgets.items() if not found[i].fits(*bounds)]
+            lost = [i for i, bounds in budgets.items() if not loss[i].fits(*bounds)]
             if lost:
                 number, _ = self._reference.views[lost[0]]
                 name = "" if number is None else self._samples.names[number]
-                return ScalingNeed(2**order, name, found[lost[0]])
+                return ScalingNeed(2**order, name, loss[lost[0]])
         return ScalingNeed(None)
 
     def _prices(self, run: GradientsOf, scale: float) -> list[Price]:

@@ -70,13 +70,13 @@ def _rounded(x: jax.Array, dtype: np.dtype) -> Tensor8:
 
 @_rounded.defjvp
 def _no_derivative(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[Tensor8, Tensor8]:
-    found = _rounded(*primals, dtype)
+    small = _rounded(*primals, dtype)
     # A zero that depends on the tangent: JAX would forget another one, and `in_a_gradient` would
     # not see that it is differentiated. Nothing computes it.
     zero = 0 * jnp.sum(tangents[0], dtype=jnp.float32)
     axes = varying_axes(zero)
     zero = lax.psum(zero, tuple(sorted(axes))) if axes else zero
-    return found, Tensor8(jnp.zeros_like(found.x), zero)
+    return small, Tensor8(jnp.zeros_like(small.x), zero)
 
 
 @jax.custom_jvp

@@ -84,43 +84,43 @@ def _both(kernel: Callable[..., R], wide: Callable[..., R], arguments: Any) -> R
     is_operand = [_is_single(x) and isinstance(x, jax.Array) for x in leaves]
     operands = [x for x, is_own in zip(leaves, is_operand, strict=True) if is_own]
     half = DTYPES[CAST_TO.value]
-    known = list[_Results]()  # those in float32
+    types = list[_Results]()  # those in float32
 
-    def called(own: Callable[..., R], dtype: np.dtype, xs: tuple[jax.Array, ...]) -> R:
+    def called(version: Callable[..., R], dtype: np.dtype, xs: tuple[jax.Array, ...]) -> R:
         each = iter(xs)
         given = [next(each) if is_own else x for x, is_own in zip(leaves, is_operand, strict=True)]
         args, kwargs = jax.tree.unflatten(
             tree, [x.astype(dtype) if _is_single(x) else x for x in given]
         )
         with CAST_TO(""):
-            return own(*args, **kwargs)
+            return version(*args, **kwargs)
 
     def in_half_precision(*xs: jax.Array) -> R:
         try:
-            found = called(kernel, half, xs)
+            computed = called(kernel, half, xs)
         except Exception as error:
             error.add_note(f"gainstage.in_half passed {half} to this kernel, as autocast asks for.")
             raise
-        results = _results_of(found)
-        wanted = known[0] if known else results
+        results = _results_of(computed)
+        wanted = types[0] if types else results
         if (results.structure, results.shapes) != (wanted.structure, wanted.shapes):
             raise TypeError(
                 f"Expected results of the same shapes from kernel and float32 of "
                 f"gainstage.in_half; got {results.shapes} and {wanted.shapes}."
             )
         counted = [SINGLE if dtype == half else dtype for dtype in wanted.dtypes]
-        dtypes = iter(wanted.dtypes if known else counted)
-        return jax.tree.map(lambda x: _settled(x, next(dtypes)), found)
+        dtypes = iter(wanted.dtypes if types else counted)
+        return jax.tree.map(lambda x: _settled(x, next(dtypes)), computed)
 
     def in_float32(*xs: jax.Array) -> R:
         try:
-            found = called(wide, SINGLE, xs)
+            results = called(wide, SINGLE, xs)
         except Exception:
             if wide is not kernel:
                 raise
         else:
-            known.append(_results_of(found))
-            return found
+            types.append(_results_of(results))
+            return results
         return in_half_precision(*xs)  # a kernel that refuses float32, and nothing in its place
 
     # `cond` traces its first program first. With `jax.disable_jit` it would compute that at once.

@@ -159,13 +159,13 @@ class _Reader:
         """What is needed of the arguments, for what is needed of the results."""
         self._add(zip(self._jaxpr.outvars, results, strict=True))
         for n, eqn in self._equations:
-            found = [self._known.get(v, Need.NOTHING) for v in eqn.outvars]
+            needs = [self._known.get(v, Need.NOTHING) for v in eqn.outvars]
             parts = jaxprs.changeable(eqn)
             for part, number in parts:
                 own = (*self._path, n) if number is None else (*self._path, n, number)
-                self._add(self._of_part(eqn, part, number, found, own))
+                self._add(self._of_part(eqn, part, number, needs, own))
             if not parts:
-                need = functools.reduce(operator.or_, found, Need.NOTHING)
+                need = functools.reduce(operator.or_, needs, Need.NOTHING)
                 need |= self._by_itself(eqn)
                 self._add(self._of_operands(eqn, need))
                 exact = self._of_operation(eqn, need)
@@ -190,15 +190,15 @@ class _Reader:
 
     def _fact_of(self, eqn: JaxprEqn, each: Sequence[Fact]) -> Fact:
         """What results are made of, from the properties of the operands."""
-        given = functools.reduce(operator.or_, each, Fact.NOTHING)
+        whole = functools.reduce(operator.or_, each, Fact.NOTHING)
         inside = (e for part in jaxprs.inner(eqn) for e in jaxprs.equations(part))
-        if Fact.OF_PRODUCTS in given or any(e.primitive.name in PRODUCTS for e in (eqn, *inside)):
+        if Fact.OF_PRODUCTS in whole or any(e.primitive.name in PRODUCTS for e in (eqn, *inside)):
             return Fact.OF_PRODUCTS
         if all(Fact.CONSTANT in fact for fact in each):
             return Fact.CONSTANT
         if any(patterns.has_a_step(v, self._producers) for v in eqn.outvars):
             return Fact.HAS_A_STEP
-        return given & ~Fact.CONSTANT if moves(eqn) else Fact.NOTHING
+        return whole & ~Fact.CONSTANT if moves(eqn) else Fact.NOTHING
 
     def _by_itself(self, eqn: JaxprEqn) -> Need:
         """What a product needs, whatever is computed with it."""

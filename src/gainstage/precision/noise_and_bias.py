@@ -71,32 +71,32 @@ class Reference:
         """What gradients of some of the batches cost, in each of the views."""
         return [own.price(_of(number, found), batches) for number, own in self.views]
 
-    def price(self, found: Sequence[Parts], batches: Sequence[int] | None = None) -> Price:
+    def price(self, gradients: Sequence[Parts], batches: Sequence[int] | None = None) -> Price:
         """What gradients of some of the batches cost.
 
         Args:
             found: the gradients in another precision.
             batches: which batches those are, by default all.
         """
-        exact = [self.gradients[i] for i in (range(len(found)) if batches is None else batches)]
-        pairs = list(zip(found, exact, strict=True))
+        exact = [self.gradients[i] for i in (range(len(gradients)) if batches is None else batches)]
+        pairs = list(zip(gradients, exact, strict=True))
         errors = [[f - e for f, e in zip(fs, es, strict=True)] for fs, es in pairs]
         noise, bias = self.spread(errors)
         lost = np.mean([_lost(fs, es) for fs, es in pairs])
         error = max(error_of(*pair) for pair in pairs)
         return Price(noise, math.sqrt(bias), float(lost), error)
 
-    def bias_at_most(self, found: Sequence[Parts]) -> tuple[float, bool]:
+    def bias_at_most(self, gradients: Sequence[Parts]) -> tuple[float, bool]:
         """Two standard errors above the bias, and whether the bias can be told from 0.
 
         The error is that of the jackknife: of the bias without each of the batches. Two batches do
         not show it; then it is the norm of the mean error, which has the noise in it.
         """
-        count = len(found)
+        count = len(gradients)
         inner = np.zeros((count, count))  # products of the errors of two batches
         with np.errstate(all="ignore"):
             for pairs in zip(
-                zip(*found, strict=True), zip(*self.gradients, strict=True), strict=True
+                zip(*gradients, strict=True), zip(*self.gradients, strict=True), strict=True
             ):
                 each = [np.subtract(*pair, dtype=np.float64) for pair in zip(*pairs, strict=True)]
                 errors = np.stack(each).reshape(count, -1)

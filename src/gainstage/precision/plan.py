@@ -100,20 +100,22 @@ class Plan:
 
     def check(self, program: AnyJaxpr) -> None:
         """Raises a ValueError if a program is not the one that was measured."""
-        found = [(path, jaxprs.name_of(eqn)) for path, eqn in operations_of(program)]
-        known = [(operation.path, operation.name) for operation in self.operations]
-        if found == known:
+        operations = [(path, jaxprs.name_of(eqn)) for path, eqn in operations_of(program)]
+        planned = [(operation.path, operation.name) for operation in self.operations]
+        if operations == planned:
             self._look_at_shapes(program)
             return
-        both = zip(known, found, strict=False)
-        at = next((i for i, (a, b) in enumerate(both) if a != b), min(len(known), len(found)))
+        both = zip(planned, operations, strict=False)
+        at = next(
+            (i for i, (a, b) in enumerate(both) if a != b), min(len(planned), len(operations))
+        )
         names = [
             f"{rows[at][1]} as operation {at} at {rows[at][0]}"
             if at < len(rows)
             else f"{len(rows)} operations"
-            for rows in (known, found)
+            for rows in (planned, operations)
         ]
-        line = self.operations[at].line if at < len(known) else ""
+        line = self.operations[at].line if at < len(planned) else ""
         raise ValueError(
             f"Expected the function that the plan was measured on, with {names[0]}"
             f"{line and f' ({line})'}; got {names[1]}. Measure again: "

@@ -74,7 +74,7 @@ def kept(fun: Callable[..., Any], params: Any, *batch: Any) -> int:
         return jax.tree.leaves(jax.vjp(lambda params: fun(params, *batch), params)[1])
 
     jaxpr = jaxprs.open_jaxpr(jax.make_jaxpr(residuals)(params, batch))
-    given = {id(variable) for variable in (*jaxpr.invars, *jaxpr.constvars)}
+    inputs = {id(variable) for variable in (*jaxpr.invars, *jaxpr.constvars)}
     casts = {
         id(eqn.outvars[0]): (id(eqn.invars[0]), jaxprs.array(eqn.outvars[0]).dtype)
         for eqn in jaxprs.equations(jaxpr)
@@ -83,6 +83,6 @@ def kept(fun: Callable[..., Any], params: Any, *batch: Any) -> int:
     arrays = {
         casts.get(id(v), id(v)): jaxprs.array(v)
         for v in jaxpr.outvars
-        if not isinstance(v, Literal) and id(v) not in given
+        if not isinstance(v, Literal) and id(v) not in inputs
     }
     return sum(x.size * x.dtype.itemsize for x in arrays.values())

@@ -155,15 +155,15 @@ class Samples:
             ValueError: one is not finite, all are 0, or two calls with one batch differ.
         """
         run = self.compiled(self.fun, is_exact=True)
-        found = [run(number, 1.0) for number in range(len(self))]
-        for number, results in enumerate(found):
+        each = [run(number, 1.0) for number in range(len(self))]
+        for number, results in enumerate(each):
             if not is_finite(results):
                 raise ValueError(
                     f"Expected a function whose loss and gradients are finite in float32; got a "
                     f"loss of {float(results[0])} on batch {number}. Look for the cause: "
                     f"gainstage.xray(fun, params, *batch, scale=1.0)."
                 )
-        if not any(np.any(g) for results in found for g in results[1:]):
+        if not any(np.any(g) for results in each for g in results[1:]):
             raise ValueError(
                 "Expected a loss that depends on the parameters; its gradient is 0 on each batch."
             )
@@ -171,13 +171,13 @@ class Samples:
         with exact_products():
             result = jax.jit(lambda arrays: self.fun(*self.args(arrays)))(self.arrays[0])
         again = float(result[0] if self.has_aux else result)
-        if abs(again - float(found[0][0])) > CALLS_ALIKE * max(abs(again), 1e-30):
+        if abs(again - float(each[0][0])) > CALLS_ALIKE * max(abs(again), 1e-30):
             raise ValueError(
-                f"Expected the same loss from two calls with one batch; got {float(found[0][0])} "
+                f"Expected the same loss from two calls with one batch; got {float(each[0][0])} "
                 f"and {again}. Draw random numbers from a key among the arguments, and pass the "
                 f"same key with each batch."
             )
-        return found
+        return each
 
 
 def exact_products() -> contextlib.AbstractContextManager[Any]:

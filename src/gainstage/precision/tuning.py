@@ -414,14 +414,14 @@ class _Tuner:
             )  # fmt: skip
         return Plan(self._names[Switch.HALF], rows, predicted, measured, self._shapes)
 
-    def _reason(self, path: Path, own: str) -> str:
+    def _reason(self, path: Path, dtype: str) -> str:
         """Why an operation is not in a smaller dtype, or in which float16 would be closer."""
-        if own == FLOAT8:
+        if dtype == FLOAT8:
             return ""
-        if own == "bfloat16" and self._names[Switch.HALF] != own:
+        if dtype == "bfloat16" and self._names[Switch.HALF] != dtype:
             reaches = f"it reaches {self._largest[path]:.3g}"
             return reaches if path in self._hot else "float16 is further off"
-        if own != "float32":
+        if dtype != "float32":
             narrow = "too small for float8" if self._has_float8 else "no float8 on this card"
             narrow *= path in self._too_small
             return "its share in float8" if path in self._may_be_float8 else narrow

@@ -357,7 +357,7 @@ def _rounding_in(loss: Loss) -> float:
 def of_batch(
     compiled: Callable[..., Any],
     loss: Loss,
-    given: Given,
+    arguments: Given,
     bounds: tuple[float, float, float],
     part: int,
 ) -> AuditResult:
@@ -370,10 +370,10 @@ def of_batch(
         bounds: as for `audit`.
         part: use the first `1 / part` of the batch.
     """
-    arrays, partition = split(given.params, given.extra)
-    scale, limits = jnp.float32(given.scale), np.asarray(bounds, np.float32)
-    found = compiled(loss, partition, part, arrays, given.batch, scale, limits)
-    return dataclasses.replace(found, step=given.step, bounds=bounds)
+    arrays, partition = split(arguments.params, arguments.extra)
+    scale, limits = jnp.float32(arguments.scale), np.asarray(bounds, np.float32)
+    found = compiled(loss, partition, part, arrays, arguments.batch, scale, limits)
+    return dataclasses.replace(found, step=arguments.step, bounds=bounds)
 
 
 def compiled_audit() -> Callable[..., Any]:
@@ -473,7 +473,7 @@ def _compare(
     off, half = loss - exact, (loss, *(g for _, g, *_ in named))
     difference = _ratio(off, jnp.abs(exact))
     true_finite = jnp.isfinite(exact) & jnp.isfinite(norms).all()
-    found = Measured(
+    measured = Measured(
         loss=loss,
         float32_loss=exact,
         difference=difference,
@@ -487,7 +487,7 @@ def _compare(
         is_alike=jnp.abs(again - exact) <= SAME_LOSS * jnp.abs(exact) + slack,
         scale=scale,
     )
-    numbers = jnp.stack([jnp.asarray(number, jnp.float32) for number in found])
+    numbers = jnp.stack([jnp.asarray(number, jnp.float32) for number in measured])
     return AuditResult(numbers, None, tuple(name for name, *_ in named), part=part)
 
 

@@ -100,15 +100,15 @@ class AuditedRun:
         self.current = None
         self._tell("inside", _INSIDE)
 
-    def _audited(self, given: Given) -> AuditResult | None:
+    def _audited(self, arguments: Given) -> AuditResult | None:
         """The audit of a batch, or of a part of it that fits into memory."""
         while self._part:
             try:
-                return of_batch(self._compiled, self._loss, given, self._bounds, self._part)
+                return of_batch(self._compiled, self._loss, arguments, self._bounds, self._part)
             except Exception as error:
                 if self._part == 1 and not is_out_of_memory(error):
                     raise  # which the step would raise too
-                self._shrink(shares_axis(given.batch))
+                self._shrink(shares_axis(arguments.batch))
         return None
 
     def _shrink(self, shares: bool) -> None:

@@ -221,7 +221,7 @@ def read(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Reading:
 
 def faults_in(marks: Sequence[Mark]) -> list[Fault]:
     """The faults in the marks of a program, each once."""
-    found = dict[Fault, None]()
+    faults = dict[Fault, None]()
     state: Mark | None = None
     by: Mark | None = None
     grads = list[Mark]()
@@ -232,13 +232,13 @@ def faults_in(marks: Sequence[Mark]) -> list[Fault]:
         if mark.name == "taken" and state and origin is not None:
             taken[origin] = state
         elif mark.name == "decision" and origin in taken:
-            found[_fault("old state", taken[origin], mark.eqn)] = None
+            faults[_fault("old state", taken[origin], mark.eqn)] = None
         elif mark.name == "state":
-            found |= dict.fromkeys(_of_update(state, by, grads))
+            faults |= dict.fromkeys(_of_update(state, by, grads))
             state, by, grads = mark, mark if "divides" in mark.options else None, []
         elif mark.name == THROWN_AWAY and state:
             if "fixed" not in state.options:
-                found[_fault("scale thrown away", state, mark.eqn)] = None
+                faults[_fault("scale thrown away", state, mark.eqn)] = None
         elif mark.name == "by":
             by = mark
         elif mark.name == "summed":
@@ -247,10 +247,10 @@ def faults_in(marks: Sequence[Mark]) -> list[Fault]:
             grads.append(mark)
             if state and origin in summed:
                 over = ",".join(summed[origin].options)
-                found[_fault("summed", state, summed[origin].eqn, over=over)] = None
+                faults[_fault("summed", state, summed[origin].eqn, over=over)] = None
         elif state and (fault := _of_function(mark, state)):
-            found[fault] = None
-    return list(found | dict.fromkeys(_of_update(state, by, grads)))
+            faults[fault] = None
+    return list(faults | dict.fromkeys(_of_update(state, by, grads)))
 
 
 def _fault(kind: str, state: Mark, at: JaxprEqn | None = None, **names: str) -> Fault:

@@ -267,13 +267,13 @@ class ScaledTransformation:
         """What an update gets, marked for `lint`."""
         rule_state = state.rule_state
         is_own = by is rule_state.scale
-        known = {
+        options = {
             "fixed": self.is_fixed,
             "ruled": self._is_chosen,
             "chosen": apply_if is not None,
             "divides": is_own,  # by this scale
         }
-        scale = marked(rule_state.scale, "state", *(word for word in known if known[word]))
+        scale = marked(rule_state.scale, "state", *(word for word in options if options[word]))
         applied = marked(state.applied, "taken")
         state = state._replace(rule_state=rule_state._replace(scale=scale), applied=applied)
         if by is not None:
@@ -360,19 +360,19 @@ def _sums_of_multi_steps(
     unless the sum of the magnitudes does.
     """
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.MultiStepsState))
-    found: dict[KeyPath, jax.Array] = {}
+    sums: dict[KeyPath, jax.Array] = {}
     for node in nodes:
         if isinstance(node, optax.MultiStepsState):
-            found |= jax.tree_util.tree_flatten_with_path(node.acc_grads)[0]
-    if not found:
+            sums |= jax.tree_util.tree_flatten_with_path(node.acc_grads)[0]
+    if not sums:
         return ()
 
     def total(path: KeyPath, gradient: jax.Array | None) -> jax.Array | None:
         if gradient is None:
             return None
-        if path not in found or found[path].shape != gradient.shape:  # `_updated` refuses these
+        if path not in sums or sums[path].shape != gradient.shape:  # `_updated` refuses these
             return jnp.zeros_like(gradient)
-        return jnp.copysign(found[path], gradient)
+        return jnp.copysign(sums[path], gradient)
 
     return [total(path, gradient) for path, gradient in named]
 

@@ -28,13 +28,13 @@ class LossScaledState(NamedTuple):
 def loss_scaled_state(opt_state: OptState) -> LossScaledState:
     """The only state of `loss_scaled` inside an optax state; raises a ValueError otherwise."""
 
-    found = states_in(opt_state)
-    if len(found) != 1:
+    states = states_in(opt_state)
+    if len(states) != 1:
         raise ValueError(
             f"Expected exactly one state of gainstage.loss_scaled(tx).init(params) in opt_state; "
-            f"got {len(found)} in {_kind(opt_state)}. {_remedy(opt_state, found)}"
+            f"got {len(states)} in {_kind(opt_state)}. {_remedy(opt_state, states)}"
         )
-    state = found[0]
+    state = states[0]
     if not hasattr(state.rule_state, "scale"):
         raise no_rule_state(state.rule_state)
     return state if isinstance(state.rule_state.scale, jax.Array) else _unboxed(state)
@@ -246,16 +246,16 @@ def refuse_other(
     differ = list[str]()
     for tree in like:
         with contextlib.suppress(Exception):  # `tx` may have a mask, which fits its parameters only
-            own, made = (
+            shapes, made = (
                 {jax.tree_util.keystr(path): getattr(leaf, "shape", ()) for path, leaf in leaves}
                 for leaves in (
                     jax.tree_util.tree_leaves_with_path(each)
                     for each in (state, jax.eval_shape(tx.init, tree))
                 )
             )
-            if own == made:
+            if shapes == made:
                 return
-            differ = differ or sorted(n for n in own | made if own.get(n) != made.get(n))
+            differ = differ or sorted(n for n in shapes | made if shapes.get(n) != made.get(n))
     if differ:
         raise ValueError(
             f"opt_state was made by another chain than tx, or for other parameters: they differ in "

@@ -133,7 +133,7 @@ def _with_own_scale(
         inputs = _varying(scale), *values[closed_over:]
         return jaxprs.interpret(bound, inputs, lambda eqn, xs, _: jaxprs.bind_shared(eqn, xs))
 
-    own = jax.custom_vjp(lambda *values: results_at(jnp.float32(scale), values))
+    differentiable = jax.custom_vjp(lambda *values: results_at(jnp.float32(scale), values))
 
     def forward(*primals: Any) -> tuple[list[Any], list[Any]]:
         values = [primal.value for primal in primals]
@@ -181,8 +181,8 @@ def _with_own_scale(
             for g, aval in zip(grads, avals, strict=True)
         )
 
-    own.defvjp(forward, backward, symbolic_zeros=True)
-    loss, *others = own(*program.consts, *arrays)
+    differentiable.defvjp(forward, backward, symbolic_zeros=True)
+    loss, *others = differentiable(*program.consts, *arrays)
     return [loss, *map(lax.stop_gradient, others)]
 
 

@@ -243,7 +243,7 @@ def _spoiled(
     """The names of the arrays beside the loss; and the number of the first that has a NaN or an inf
     after an applied step, and had none before, or -1; None if there is no array."""
     new = backward.extra.extra if isinstance(backward.extra, NewExtra) else backward.extra
-    found, before = (
+    after, before = (
         {
             joined(path): _is_spoiled(x)
             for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -251,11 +251,11 @@ def _spoiled(
         }
         for tree in ({"extra": new, "aux": backward.aux}, {"extra": extra})
     )
-    if not found:
+    if not after:
         return (), None
-    is_new = [x if name not in before else x & ~before[name] for name, x in found.items()]
+    is_new = [x if name not in before else x & ~before[name] for name, x in after.items()]
     each = jnp.stack(is_new)
-    return tuple(found), jnp.where(applies & each.any(), jnp.argmax(each), -1)
+    return tuple(after), jnp.where(applies & each.any(), jnp.argmax(each), -1)
 
 
 def _is_spoiled(x: jax.Array) -> jax.Array:
@@ -273,7 +273,7 @@ def _check_arguments(loss: Loss, args: Sequence[Any], kwargs: Mapping[str, Any])
     except ValueError:  # it has no signature
         return
     except TypeError as error:
-        given = "params, extra, *batch" if loss.has_extra else "params, *batch"
+        names = "params, extra, *batch" if loss.has_extra else "params, *batch"
         if len(args) == 2 + loss.has_extra and isinstance(args[-1], tuple | list | dict):
             advice = (
                 "Take a batch that is a dict as one argument, loss_fn(params, batch), or pass its "
@@ -289,7 +289,7 @@ def _check_arguments(loss: Loss, args: Sequence[Any], kwargs: Mapping[str, Any])
                 "gainstage.TrainState.create(params, tx, extra=extra)."
             )
         raise TypeError(
-            f"Expected a loss_fn of ({given}), here of {len(args)} arguments; got one to which "
+            f"Expected a loss_fn of ({names}), here of {len(args)} arguments; got one to which "
             f"this applies: {error}. {advice}"
         ) from error
 
@@ -303,7 +303,7 @@ def _no_extra(extra: object) -> InvalidArgumentError:
     )
 
 
-def check_like(name: str, given: PyTree, other: str, expected: PyTree) -> None:
+def check_like(name: str, tree: PyTree, other: str, expected: PyTree) -> None:
     """Raises a ValueError for a pytree of another structure, or arrays of other shapes."""
 
     def shapes(tree: PyTree) -> dict[str, Any]:
@@ -313,7 +313,7 @@ def check_like(name: str, given: PyTree, other: str, expected: PyTree) -> None:
             for path, leaf in leaves
         }
 
-    of_given, of_expected = shapes(given), shapes(expected)
+    of_given, of_expected = shapes(tree), shapes(expected)
     for path in of_expected | of_given:
         own, wanted = of_given.get(path, "none"), of_expected.get(path, "none")
         if own != wanted and None not in (own, wanted):

@@ -125,16 +125,16 @@ class TrainState(Generic[Params]):
         check_leaves(trainable)
         check_leaves(extra, "extra", "Bind what is no array to the loss: functools.partial.")
         extra = jax.tree.map(jnp.asarray, extra)
-        given = {
+        options = {
             "rule": rule,
             "telemetry": telemetry or None,
             "underflow_every": underflow_every,
             "shard_state_over": shard_state_over,
         }
         if _has_scale(tx, trainable):
-            if named := [name for name, value in given.items() if value is not None]:
+            if named := [name for name, value in options.items() if value is not None]:
                 raise ValueError(
-                    f"Expected no {named[0]}, as tx has a loss scale; got {given[named[0]]!r}. "
+                    f"Expected no {named[0]}, as tx has a loss scale; got {options[named[0]]!r}. "
                     f"Pass it to loss_scaled, or pass the transformation without loss_scaled."
                 )
             scaled = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]

@@ -389,14 +389,14 @@ class _CompiledStep:
         changed in place, and the batch has none of its arrays and no other mesh; else None."""
         if state._returned is None:
             return None
-        step, program, partition, known, arrays = state._returned
+        step, program, partition, before, arrays = state._returned
         # `Step.take` returns the partition that it was given, if it is the same.
         repeats = partition is program.partition and program.donates is donates
         if step is not self or not repeats:
             return None
         whole = state.params, state.extra, (state.opt_state, state.step)
         leaves, structure = default_registry.flatten(whole)
-        if structure != partition.structure or not all(map(operator.is_, leaves, known)):
+        if structure != partition.structure or not all(map(operator.is_, leaves, before)):
             return None
         others, _ = default_registry.flatten(batch)
         moves = program.shardings is None and any(map(on_mesh, others))
@@ -411,8 +411,8 @@ class _CompiledStep:
             self._warn_inside()
         elif self._over and state._returned is None:
             opt_state = self._divided(state.params, opt_state, batch)
-        given, partition = self._split(state, (opt_state, jnp.asarray(state.step)))
-        arrays, shardings = on_one_mesh(given, batch)
+        whole, partition = self._split(state, (opt_state, jnp.asarray(state.step)))
+        arrays, shardings = on_one_mesh(whole, batch)
         program = self._program_for(partition, donates, shardings)
         if donates:
             arrays = _unshared(program, arrays, jax.tree.leaves(batch), state._returned)
@@ -423,7 +423,7 @@ class _CompiledStep:
             if needless:
                 warn(needless)
             if shardings is not None:
-                of_params, of_extra, _ = partition.lists(given)
+                of_params, of_extra, _ = partition.lists(whole)
                 tell_if_whole([*of_params, *of_extra], batch, traced)
         return program, arrays
 
