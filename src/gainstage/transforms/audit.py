@@ -18,7 +18,7 @@ from gainstage._scaling import gradients
 from gainstage._variables.types import PyTree, Scalar, Using
 from gainstage.transforms.models import Copy, Partition, kind_of, split
 from gainstage.transforms.retrace import IS_KEPT
-from gainstage.transforms.step import StateParts, differentiated
+from gainstage.transforms.step import StateParts, compute_gradients
 from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.value_and_grad import Loss
 
@@ -408,7 +408,7 @@ def _compare(
     def side(scale: jax.Array, arrays: list[Any]) -> tuple[jax.Array, PyTree, PyTree]:
         params, extra, _ = partition.combine(arrays)
         state = StateParts(params, None, extra, None)
-        backward = differentiated(loss_fn, state, scale, Copy(batch).tree)
+        backward = compute_gradients(loss_fn, state, scale, Copy(batch).tree)
         chosen = kind_of(params).chosen(params, backward.grads)
         return backward.loss, gradients.unscale(backward.grads, scale), chosen
 

@@ -43,7 +43,7 @@ class NewExtra(NamedTuple):
     extra: PyTree
 
 
-def differentiated(
+def compute_gradients(
     loss: Loss,
     state: StateParts,
     scale: jax.Array,
@@ -70,7 +70,7 @@ def differentiated(
     return backward._replace(extra=NewExtra(model.changes(), backward.extra))
 
 
-def applied(
+def apply_gradients(
     tx: optax.GradientTransformationExtraArgs,
     state: StateParts,
     grads: PyTree,
@@ -84,7 +84,7 @@ def applied(
         tx: the transformation.
         state: the state before the step.
         grads: the gradients, true ones unless `options` has their scale.
-        extra: what `differentiated` has returned as `extra`.
+        extra: what `compute_gradients` has returned as `extra`.
         loss: the true loss, for rules and transformations that measure it.
         options: what else the update takes.
     """
@@ -189,7 +189,7 @@ class Step(NamedTuple):
         state = StateParts(params, opt_state, extra, step)
         objects = Copy(batch)
         scale = state_to_scale_by(opt_state).rule_state.scale
-        backward = differentiated(self.loss, state, scale, objects.tree)
+        backward = compute_gradients(self.loss, state, scale, objects.tree)
         grads, options = backward.grads, dict[str, Any]()
         if isinstance(opt_state, LossScaledState):
             options["loss_scale"] = scale
@@ -197,7 +197,7 @@ class Step(NamedTuple):
                 options |= _placed(partition, shardings, grads)
         else:  # others get the gradients first
             grads = gradients.unscale(grads, scale)
-        new = applied(self.tx, state, grads, backward.extra, backward.loss, **options)
+        new = apply_gradients(self.tx, state, grads, backward.extra, backward.loss, **options)
         arrays, after = split(new.params, new.extra, (new.opt_state, new.step))
         if after.params != partition.params:
             raise ValueError(

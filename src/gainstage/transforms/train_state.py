@@ -27,7 +27,6 @@ from gainstage._variables.types import (
 from gainstage.rules.loss_scale import Rule
 from gainstage.transforms.loss_scaled import loss_scaled, on_mesh_of, transformation_of
 from gainstage.transforms.loss_scaled_state import (
-    loss_scaled_state,
     observed_in,
     state_to_scale_by,
     states_in,
@@ -37,9 +36,9 @@ from gainstage.transforms.marks import marked
 from gainstage.transforms.models import Copy, Equinox, Model, change, kind_of
 from gainstage.transforms.optax_checks import check_transformation
 from gainstage.transforms.refusals import check_leaves, refuse_others
-from gainstage.transforms.step import NewExtra, StateParts, applied, differentiated
+from gainstage.transforms.step import NewExtra, StateParts, apply_gradients, compute_gradients
 from gainstage.transforms.updates import step_was_applied
-from gainstage.transforms.value_and_grad import Loss, refuse_self_scaled
+from gainstage.transforms.value_and_grad import Loss, current_scale, refuse_self_scaled
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,7 +151,7 @@ class TrainState(Generic[Params]):
     @property
     def loss_scale(self) -> jax.Array:
         """The loss scale of the next step, a float32 scalar."""
-        return loss_scaled_state(self.opt_state).rule_state.scale
+        return current_scale(self.opt_state)
 
     @property
     def applied(self) -> jax.Array:
@@ -236,7 +235,7 @@ class TrainState(Generic[Params]):
 
         def true(*batch: Any, **kwargs: Any) -> tuple[Any, ...]:
             factor = marked(scale, "scale")
-            found = differentiated(loss, self._parts, factor, batch, kwargs)
+            found = compute_gradients(loss, self._parts, factor, batch, kwargs)
             aux = [found.aux] if has_aux else []
             return found.loss, found.extra, found.true_grads(factor), *aux
 
@@ -258,7 +257,7 @@ class TrainState(Generic[Params]):
                 state.
         """
         return dataclasses.replace(
-            self, **applied(self.tx, self._parts, grads, extra, loss)._asdict()
+            self, **apply_gradients(self.tx, self._parts, grads, extra, loss)._asdict()
         )
 
     @property

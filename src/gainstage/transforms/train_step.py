@@ -33,7 +33,6 @@ from gainstage.transforms.audited_run import AuditedRun, Audits
 from gainstage.transforms.loss_scaled import transformation_of
 from gainstage.transforms.loss_scaled_state import (
     LossScaledState,
-    loss_scaled_state,
     state_to_scale_by,
     states_in,
     without_scalars,
@@ -42,7 +41,7 @@ from gainstage.transforms.models import Partition, change, kind_of, split
 from gainstage.transforms.refusals import explain_step, needless_scale
 from gainstage.transforms.step import Step, Taken
 from gainstage.transforms.train_state import TrainState, key_of
-from gainstage.transforms.value_and_grad import Loss, refuse_self_scaled
+from gainstage.transforms.value_and_grad import Loss, current_scale, refuse_self_scaled
 
 DRIFTS = (
     "gainstage.train_step inside of jax.pmap, or of jax.shard_map with check_vma=False: each "
@@ -351,7 +350,7 @@ class _CompiledStep:
     def take(self, state: TrainState[Any], batch: tuple[PyTree, ...]) -> tuple[Any, ...]:
         """Takes a step."""
         opt_state, inside = state.opt_state, is_inside()
-        self._watch.look(lambda: _scale_in(opt_state))
+        self._watch.look(lambda: current_scale(opt_state))
         donates = self.options.donates and not reruns() and not inside
         try:
             if self._audits is not None and inside:
@@ -494,10 +493,6 @@ def _given(state: TrainState[Any], batch: PyTree) -> Given:
     """What an audit takes of a step."""
     scale = state_to_scale_by(state.opt_state).rule_state.scale
     return Given(state.params, state.extra, batch, scale, state.step)
-
-
-def _scale_in(opt_state: OptState) -> Any:
-    return loss_scaled_state(opt_state).rule_state.scale
 
 
 def _lowest_of(rule: LossScale) -> float:
