@@ -233,9 +233,7 @@ def test_a_plan_for_parameters_of_other_shapes_says_so(tmp_path):
 
 def test_has_aux_without_aux_is_an_error():
     """A function that returns a scalar has no aux; the error says what was expected."""
-    with pytest.raises(
-        TypeError, match=r"Expected \(loss, aux\) from the loss function with has_aux=True"
-    ):
+    with pytest.raises(TypeError, match=r"Expected \(loss, aux\) from loss_fn with has_aux=True"):
         tuned(lambda w: (w * w).sum(), jnp.ones(3), has_aux=True)
 
 

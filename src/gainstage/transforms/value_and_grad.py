@@ -168,8 +168,10 @@ class Loss(NamedTuple):
         if not (isinstance(each, (tuple, list)) and len(each) == len(names)):
             is_more = isinstance(each, (tuple, list)) and len(each) == len(names) + 1
             advice = " What a loss returns beside them needs has_aux=True." * is_more
+            by = " with has_aux=True" * self.has_aux
             raise TypeError(
-                f"Expected ({', '.join(names)}) from loss_fn; got {brief(_shape(result))}.{advice}"
+                f"Expected ({', '.join(names)}) from loss_fn{by}; got {brief(_shape(result))}."
+                f"{advice}"
             )
         loss, *others = each
         if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss):
