@@ -221,9 +221,9 @@ def test_float8_products_are_multiplied_in_float8_and_save_memory(tmp_path):
     """All 27 products of a wide language model read float8; temporaries are at most 0.85 of
     float16's, bytes at most 1.08. A narrow one has the program of float16."""
     file, command = tmp_path / "found.json", "benchmarks.float8_programs"
-    output_of("h100", "-m", command, "--widths", "2048", "256", "--json", str(file))
+    output_of("h100", "-m", command, "--widths", "4096", "256", "--json", str(file))
     found = json.loads(file.read_text())["widths"]
-    half, small = found["2048"]["float16"], found["2048"]["float8"]
+    half, small = found["4096"]["float16"], found["4096"]["float8"]
     assert small["products"] == 27
     assert half["products"] == 0
     assert small["temp"] <= 0.85 * half["temp"]
