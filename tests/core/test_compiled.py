@@ -175,7 +175,7 @@ def test_compiled_step_has_no_host_callback(rate):
     optimizer.build([var])
     optimizer.apply([jnp.ones(4)])
     inputs = StepInputs([jnp.ones(4)], optimizer._store.rate.now())
-    program = optimizer._runner.program.lower(inputs).compile().as_text()
+    program = optimizer._kept.program.lower(inputs).compile().as_text()
     called = re.findall(r'custom_call_target="([^"]*)"', program)
     assert not [target for target in called if "callback" in target or "host" in target.lower()]
     assert not re.search(r"= .*(infeed|outfeed|send|recv)\(", program)

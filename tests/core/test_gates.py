@@ -43,7 +43,7 @@ def through_jit(variables, opt, grads):
 
 def through_apply(variables, opt, grads):
     opt.apply(grads)
-    return opt._runner.program.lower(StepInputs(grads, None)).compile(), [
+    return opt._kept.program.lower(StepInputs(grads, None)).compile(), [
         *variables,
         *opt.variables,
     ]

@@ -297,7 +297,7 @@ class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
         pairs = pairs_in(grads_and_vars)
         if not pairs:
             raise ValueError("Expected at least one (gradient, variable) pair; got none.")
-        if self._forgotten and not self._runner.is_minimizing:
+        if self._forgotten and self._minimized() is None:
             warnings.warn(
                 f"Expected {' and '.join(sorted(self._forgotten))} to be called before "
                 f"apply_gradients: is the loss scaled, and are the gradients unscaled?",

@@ -317,7 +317,7 @@ class LossScaleOptimizer(Optimizer):
 
     def _check_scaled(self) -> None:
         was_read, self._was_read = self._was_read, False
-        scaled = was_read or self._has_scaled or self._runner.is_minimizing
+        scaled = was_read or self._has_scaled
         if not (scaled or self._unscaled or self._is_one()):
             self._has_scaled = True  # warn once
             warn(NEVER_SCALED.format(name=self.name))

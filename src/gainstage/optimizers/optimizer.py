@@ -1,8 +1,11 @@
 """The base class of all optimizers: options, state, gradients, steps, saving, configuration."""
 
+import operator
 import re
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +21,29 @@ from gainstage._scaling import gradients
 from gainstage._scaling.gradients import Gradients
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.arguments import pairs_in, variables_in
-from gainstage._variables.bridge import assign, bound, functionalize, read, write
+from gainstage._variables.bridge import (
+    assign,
+    bound,
+    functionalize,
+    jit,
+    read,
+    run_eagerly,
+    write,
+)
 from gainstage._variables.sharding import replicate
 from gainstage._variables.types import Aux, Flag, Grads, Loss, P, PyTree, Rate, Scalar, Values
 from gainstage._variables.variable import Variable, is_inside, is_tracing
 from gainstage.optimizers._step import options as all_options
 from gainstage.optimizers._step.differentiate import Differentiated, VarList, differentiate
 from gainstage.optimizers._step.options import Arguments, OptimizerOptions
-from gainstage.optimizers._step.runner import Runner, by_place, check_bound, fitted, listed
+from gainstage.optimizers._step.runner import (
+    Kept,
+    by_place,
+    check_bound,
+    fitted,
+    listed,
+    signature_of,
+)
 from gainstage.optimizers._step.saving import Saved, shown, without_legacy, wrong_count
 from gainstage.optimizers._step.slots import Initializer, Slots
 from gainstage.optimizers._step.step import (
@@ -39,6 +57,20 @@ from gainstage.optimizers._step.store import Computed, Store
 from gainstage.optimizers._step.subclasses import missing, overrides
 from gainstage.optimizers._step.undecayed import Undecayed
 from gainstage.optimizers.schedules import LearningRateSchedule
+
+
+class _Minimized(NamedTuple):
+    """A step of `minimize` that goes through an override of `apply_gradients` or `apply`.
+
+    Neither takes the true loss, and either may call them with gradients of its own, several times.
+    """
+
+    owner: Any
+    loss: jax.Array
+    decisions: list[Any]  # whether each step was applied, None for always
+
+
+_MINIMIZED: ContextVar[_Minimized | None] = ContextVar("the step of minimize", default=None)
 
 
 class Optimizer(Configurable, Arguments, Saved):
@@ -130,10 +162,10 @@ class Optimizer(Configurable, Arguments, Saved):
         given = {**given, "name": snake if given["name"] is None else given["name"]}
         for name in [name for name in all_options.ARGUMENTS if name in given]:
             setattr(self, name, given[name])
-        self._runner = Runner()
+        self._kept = Kept()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_runner": Runner(), "mesh": self.mesh and Devices(self.mesh)}
+        return {**vars(self), "_kept": Kept(), "mesh": self.mesh and Devices(self.mesh)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(with_devices(state))
@@ -490,10 +522,27 @@ class Optimizer(Configurable, Arguments, Saved):
         )
         if not found.variables:
             raise ValueError("Expected at least one variable in var_list; got none.")
-        with self._runner.minimizing(found) as decisions:
-            self.apply_gradients(found.pairs)
+        if overrides(self, "apply_gradients") or overrides(self, "apply"):
+            decisions = self._taken_by_override(found)
+        else:
+            decisions = [self._step(found.grads, found.variables, found.loss, None)]
         conditions = found.assign(decisions)
         return (found.loss, found.aux) if has_aux else found.loss, conditions, found
+
+    def _taken_by_override(self, found: Differentiated) -> list[Any]:
+        """Lets the user's class take the step; returns whether each of its steps was applied."""
+        decisions: list[Any] = []
+        token = _MINIMIZED.set(_Minimized(self, found.loss, decisions))
+        try:
+            self.apply_gradients(list(zip(found.grads, found.variables, strict=True)))
+        finally:
+            _MINIMIZED.reset(token)
+        return decisions
+
+    def _minimized(self) -> _Minimized | None:
+        """The step of `minimize` in which a user's override calls this optimizer, if it is one."""
+        minimized = _MINIMIZED.get()
+        return minimized if minimized and minimized.owner is self else None
 
     def compute_gradients(
         self, loss: Callable[[], Scalar], var_list: VarList
@@ -512,7 +561,8 @@ class Optimizer(Configurable, Arguments, Saved):
             TypeError: `loss` is not callable, or does not return a floating number.
             ValueError: `loss` does not return a scalar.
         """
-        return self._differentiate(loss, var_list).pairs
+        found = self._differentiate(loss, var_list)
+        return list(zip(found.grads, found.variables, strict=True))
 
     def _differentiate(self, loss: Any, var_list: VarList, **how: Any) -> Differentiated:
         if callable(loss):
@@ -560,23 +610,52 @@ class Optimizer(Configurable, Arguments, Saved):
                 gradients, or no variables for an optimizer that is not built.
         """
         grads = listed("grads", grads)
-        loss = self._runner.minimized_loss if loss is None else loss
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
         if not grads:
             return
         if callable(trainable_variables):
             trainable_variables = trainable_variables()
-        store, weights = self._store, list(self._store.index)
+        minimized = self._minimized()
+        if minimized is None:
+            self._check_scaled()
+            self._step(grads, trainable_variables, loss, apply_if)
+        else:
+            loss = minimized.loss if loss is None else loss
+            applied = self._step(grads, trainable_variables, loss, apply_if)
+            minimized.decisions.append(applied)
+
+    def _step(
+        self,
+        grads: list[Any],
+        trainable_variables: Iterable[Variable] | None,
+        loss: Any,
+        apply_if: Any,
+    ) -> jax.Array | None:
+        """Takes a step with the arguments of `apply`; returns whether it was applied, None for
+        always."""
+        store, kept = self._store, self._kept
         if is_inside():
-            given = weights if trainable_variables is None else trainable_variables
-            check_bound(given, self.variables)
-        self._check_scaled()
-        grads = self._runner.checked(grads, trainable_variables, self._checked, weights)
+            weights = store.index if trainable_variables is None else trainable_variables
+            check_bound(list(weights), self.variables)
+        grads = self._checked(grads, trainable_variables)
         variables, weights = self.variables, list(store.index)  # the check may have built them
         used = jnp.asarray(loss) if self._wants_loss() and loss is not None else None
         inputs = StepInputs(grads, self._rate_of_step(), used, apply_if)
-        version = (store.version, store.rate.changes) if self.jit_compile else None
-        self._runner(self._apply, variables, weights, inputs, version, loss, self._loss_scale)
+        if any([variable._traces for variable in variables]):
+            return self._apply(inputs)  # already inside a traced function
+        kept.watch.look(self._loss_scale)
+        if is_inside() or not self.jit_compile:
+            applied = run_eagerly(self._apply, (variables, weights), inputs)
+        else:
+            version = store.version, store.rate.changes, len(variables)
+            if kept.program is None or kept.version != version:
+                this: Any = weakref.ref(self)  # else only Python's collector would free it
+                kept.program = jit(lambda x: this()._apply(x), (variables, weights), donate=True)
+                kept.version = version
+            applied = kept.program(inputs)
+        if applied is not None:
+            kept.watch.see(applied, loss, True if apply_if is None else apply_if)
+        return applied
 
     def _apply(self, inputs: StepInputs) -> jax.Array | None:
         """Takes one step on the bound variables; returns whether it was applied."""
@@ -588,23 +667,35 @@ class Optimizer(Configurable, Arguments, Saved):
     def _check_scaled(self) -> None:
         """Warns of gradients that are to be divided by a loss scale that no loss has."""
 
-    def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
-        """The gradients in the order of the variables, with None for each that is missing."""
+    def _checked(
+        self, grads: list[Any], trainable_variables: Iterable[Variable] | None
+    ) -> list[Any]:
+        """The gradients in the order of the variables, with None for each that is missing. They
+        are not checked if they are of the kind of the last ones."""
+        kind = signature_of(grads, trainable_variables)
+        if kind is not None and kind == self._kept.kind:
+            return grads
         if trainable_variables is None:
             variables = self._built_variables("apply without trainable_variables")
         else:
             variables = variables_in(trainable_variables, "trainable_variables")
-        grads = fitted(grads, variables)
+        arrays = fitted(grads, variables)
         if not self.built:
             self.build(variables)
-            grads = fitted(grads, variables)  # which may have moved to the mesh
+            arrays = fitted(arrays, variables)  # which may have moved to the mesh
         if not self.built:
             owner = type(getattr(self, "_inner", self)).__name__
             raise ValueError(f"Expected {owner}.build to call super().build(var_list).")
         places = [self._get_variable_index(variable) for variable in variables]
-        for variable in [v for v in (*self.variables, *self._store.index) if v._is_planned]:
+        weights, state = list(self._store.index), self.variables
+        for variable in [v for v in (*state, *weights) if v._is_planned]:
             variable.value()  # raises: a planned variable has no value
-        return by_place(grads, places, list(self._store.index))
+        ordered = by_place(arrays, places, weights)
+        if not any([variable._traces for variable in state]):  # whose shardings are not checked
+            usual = kind is not None and kind[0] in (None, weights)
+            as_given = usual and all(map(operator.is_, grads, ordered))
+            self._kept.kind = kind if as_given else None
+        return ordered
 
     def stateless_apply(
         self, optimizer_variables: Values, grads: Grads, trainable_variables: Values

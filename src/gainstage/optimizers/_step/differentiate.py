@@ -38,11 +38,6 @@ class Differentiated(NamedTuple):
     aux: Any
     assigned: dict[Variable, jax.Array]
 
-    @property
-    def pairs(self) -> list[tuple[Any, Variable]]:
-        """The (gradient, variable) pairs."""
-        return list(zip(self.grads, self.variables, strict=True))
-
     def assign(self, decisions: Sequence[Any]) -> list[Any]:
         """Assigns what the loss has assigned, if there was a step, and all were applied.
 

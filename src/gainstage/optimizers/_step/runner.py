@@ -1,9 +1,7 @@
-"""Runs a step on its variables: its gradients checked, compiled or inside another trace."""
+"""What runs a step: its arguments as the user gives them, checked, and its compiled program."""
 
-import contextlib
-import operator
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,134 +12,25 @@ from gainstage._base.arrays import ARRAYS, strong
 from gainstage._base.checks import InvalidArgumentError, brief
 from gainstage._base.dead_run import DeadRunWatch
 from gainstage._base.warn import warn
-from gainstage._variables.bridge import jit, run_eagerly
-from gainstage._variables.variable import Variable, is_inside
-from gainstage.optimizers._step.differentiate import Differentiated
+from gainstage._variables.bridge import jit
+from gainstage._variables.variable import Variable
 from gainstage.optimizers._step.saving import wrong_count
-from gainstage.optimizers._step.step import StepInputs
 
-# The variables, then types and shardings of the gradients: see `_signature`.
+# The variables, then types and shardings of the gradients.
 Signature = tuple[list[Variable] | None, list[Any], list[Any]]
 
 
-class Runner:
-    """Runs a step on its variables, and caches its compiled program."""
+@dataclasses.dataclass
+class Kept:
+    """What an optimizer keeps between eager steps; a copy of the optimizer starts anew."""
 
-    def __init__(self) -> None:
-        self.program: jit[..., Any] | None = None
-        self._version: tuple[object, int] | None = None  # the version of the program's constants
-        # The kind of the last gradients, if they needed no change.
-        self._kind: Signature | None = None
-        # Inside of `minimize`: its true loss, and what tells whether each of its steps was applied.
-        self._minimized: tuple[jax.Array, list[Any]] | None = None
-        self._watch = DeadRunWatch()
-
-    def __reduce__(self) -> tuple[type["Runner"], tuple[()]]:
-        return Runner, ()  # a copy starts anew
-
-    @property
-    def is_minimizing(self) -> bool:
-        """Whether the next step is one of `minimize`, which has scaled the loss itself."""
-        return self._minimized is not None
-
-    @contextlib.contextmanager
-    def minimizing(self, found: Differentiated) -> Iterator[list[Any]]:
-        """A context for the step of `minimize`, which has this true loss, whatever list of
-        gradients its user's `apply_gradients` or `apply` makes of them.
-
-        Yields:
-            A list to which each step in it appends whether it was applied: a bool scalar, or None
-            for a step that is always applied.
-        """
-        decisions: list[Any] = []
-        self._minimized = found.loss, decisions
-        try:
-            yield decisions
-        finally:
-            self._minimized = None
-
-    @property
-    def minimized_loss(self) -> jax.Array | None:
-        """The true loss of a step of `minimize`; None for one of a user's own gradients."""
-        return None if self._minimized is None else self._minimized[0]
-
-    def checked(
-        self,
-        grads: list[Any],
-        variables: Iterable[Variable] | None,
-        check: Callable[..., list[Any]],
-        order: list[Variable],
-    ) -> list[Any]:
-        """Returns `check(grads, variables)`; skips the check if the kind is that of the last step.
-
-        Args:
-            grads, variables: as in `apply`.
-            check: returns the gradients in the form of a step: one, or None, for each of `order`.
-            order: the variables that the optimizer was built with.
-        """
-        signature = _signature(grads, variables)
-        if signature is not None and signature == self._kind:
-            return grads
-        given, grads = grads, check(grads, variables)
-        ordered = signature is not None and signature[0] in (None, order)
-        as_given = ordered and all(map(operator.is_, given, grads))
-        self._kind = signature if as_given else None
-        return grads
-
-    def __call__(
-        self,
-        apply: Callable[..., Any],
-        variables: list[Variable],
-        weights: list[Variable],
-        inputs: StepInputs,
-        version: object,
-        loss: Any,
-        scale: Callable[[], Any],
-    ) -> None:
-        """Takes a step.
-
-        Args:
-            apply: a method of the inputs that changes `variables` and `weights`, and returns
-                whether the step was applied.
-            variables: the optimizer's variables.
-            weights: the variables that it was built with.
-            inputs: what the step is given.
-            version: the version of the constants of `apply`; None to run it uncompiled.
-            loss: the true loss, or None.
-            scale: a function that returns the loss scale.
-        """
-        inside = any([variable._traces for variable in variables])
-        if not inside:
-            self._watch.look(scale)
-        if inside:
-            self._kind = None  # the shardings of traced gradients were not checked
-            applied = apply(inputs)  # already inside a traced function
-        elif version is None or is_inside():
-            applied = run_eagerly(apply, (variables, weights), inputs)
-        else:
-            if self.program is None or self._version != (version, len(variables)):
-                self.program = jit(_weakly(apply), (variables, weights), donate=True)
-                self._version = (version, len(variables))
-            applied = self.program(inputs)
-        if not inside and applied is not None:
-            wanted = inputs.apply_if
-            self._watch.see(applied, loss, True if wanted is None else wanted)
-        if self._minimized is not None:
-            self._minimized[1].append(applied)
+    program: jit[..., Any] | None = None
+    version: object = None  # of the constants of the program
+    kind: Signature | None = None  # of the last gradients, if they needed no change
+    watch: DeadRunWatch = dataclasses.field(default_factory=DeadRunWatch)
 
 
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method with a weak reference to its object. An object that holds its own method would be
-    freed, with all of its arrays, only when Python collects cycles."""
-    reference: Any = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        return reference()(*args)
-
-    return call
-
-
-def _signature(grads: list[Any], variables: Iterable[Variable] | None) -> Signature | None:
+def signature_of(grads: list[Any], variables: Iterable[Variable] | None) -> Signature | None:
     """A cheap key of all that is checked about a step's arguments; None if they are not arrays."""
     classes = set(map(type, grads))
     if any(issubclass(cls, Tracer) or not issubclass(cls, jax.Array) for cls in classes):
