@@ -16,8 +16,10 @@ from jax.typing import DTypeLike
 from gainstage import optimizers
 from gainstage._base import checks
 from gainstage._scaling import gradients
+from gainstage._scaling.gradients import Gradients
 from gainstage._variables.types import Rate, Scalar
 from gainstage._variables.variable import Variable
+from gainstage.optimizers._step.conventions import Conventions
 from gainstage.optimizers._step.differentiate import VarList
 from gainstage.optimizers._step.options import Setting, check_option
 from gainstage.optimizers._step.slots import Initializer
@@ -90,11 +92,15 @@ class EMAOption:
         return dataclasses.asdict(self)
 
 
+def _slot_name_before_variable(owner: str, variable: str, slot: str, place: int) -> str:
+    return f"{owner}/{slot}/{variable}"
+
+
 class _MeshOptimizer(Optimizer):
     """The base of the DTensor optimizers: option objects, and `update_step` of two arguments."""
 
     _is_base = True
-    _sums_losses = True
+    _conventions = Conventions(_slot_name_before_variable, passes_rate=False, sums_losses=True)
     _steps_ago = 1  # `learning_rate` is that of the last step, except while a step asks for its own
 
     def __init__(
@@ -187,10 +193,6 @@ class _MeshOptimizer(Optimizer):
         initializer = "zeros" if initial_value is None else initial_value
         return super().add_variable_from_reference(model_variable, variable_name, initializer)
 
-    @staticmethod
-    def _slot_name(owner: str, variable: str, slot: str, place: int) -> str:
-        return f"{owner}/{slot}/{variable}"
-
     def update_step(self, gradient: jax.Array, variable: Variable) -> None:
         """Assigns the new value of one variable; override it with these two arguments.
 
@@ -201,10 +203,10 @@ class _MeshOptimizer(Optimizer):
         rate = self.learning_rate if self._step_rate is None else self._step_rate
         super().update_step(gradient, variable, rate)
 
-    def _update_one(self, gradient: jax.Array, variable: Variable, rate: jax.Array) -> None:
+    def _update(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:
         self._step_rate, self._steps_ago = rate, 0
         try:
-            self.update_step(gradient, variable)
+            super()._update(grads, rate, loss)
         finally:
             self._step_rate, self._steps_ago = None, 1
 

@@ -1,5 +1,6 @@
 """`tf.mixed_precision.experimental` and `tf.keras.mixed_precision.experimental`."""
 
+import dataclasses
 from typing import Any, Self
 
 from gainstage.compat import tf2
@@ -32,7 +33,9 @@ class LossScaleOptimizer(tf2.LossScaleOptimizer):
     Source: `tf.keras.mixed_precision.experimental.LossScaleOptimizer` (TensorFlow 2.4).
     """
 
-    _inner_argument = "optimizer"
+    _conventions = dataclasses.replace(
+        tf2.LossScaleOptimizer._conventions, inner_argument="optimizer"
+    )
 
     def __init__(self, optimizer: Optimizer, loss_scale: Any):
         super().__init__(optimizer, **tf2.scale_arguments(loss_scale))

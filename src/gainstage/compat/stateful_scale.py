@@ -15,7 +15,8 @@ from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.bridge import assign, read
 from gainstage._variables.types import PyTree
 from gainstage._variables.variable import Variable
-from gainstage.optimizers._step.differentiate import Differentiated, VarList, array_of_loss
+from gainstage.optimizers._step.conventions import Conventions
+from gainstage.optimizers._step.differentiate import array_of_loss
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.rules import loss_scale as rules
 from gainstage.rules.loss_scale import start
@@ -230,8 +231,7 @@ class UnscaledLossScaleOptimizer(LossScaleOptimizer):
     """A `LossScaleOptimizer` whose `apply` takes gradients that are already unscaled."""
 
     _is_base = True
-    _unscaled = True
-    _sums_losses = True
+    _conventions = Conventions(unscaled=True, sums_losses=True)
 
     def _divided(self, grads: Iterable[Any]) -> list[Any]:
         arrays = [g if g is None else _array("grads", g) for g in grads]
@@ -240,7 +240,3 @@ class UnscaledLossScaleOptimizer(LossScaleOptimizer):
             for g in arrays
         ]
         return gradients.unscale(floating, self._loss_scale())
-
-    def _differentiate(self, loss: Any, var_list: VarList, **how: Any) -> Differentiated:
-        found = super()._differentiate(loss, var_list, **how)
-        return found._replace(grads=self._divided(found.grads))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -14,28 +13,17 @@ from gainstage._base import checks
 from gainstage._base.arrays import ARRAYS
 from gainstage._base.configurable import deserialize, serialize
 from gainstage._variables.arguments import pairs_in, variables_in
-from gainstage._variables.types import PyTree, Rate, Scalar, Values
+from gainstage._variables.types import Rate, Scalar, Values
 from gainstage._variables.variable import Variable
 from gainstage.compat import stateful_scale
 from gainstage.optimizers._step import saving
 from gainstage.optimizers._step.differentiate import Differentiated, VarList
 from gainstage.optimizers._step.slots import Initializer
-from gainstage.optimizers._step.step import StepInputs
-from gainstage.optimizers._step.store import Computed, LossScaleStore, Store
+from gainstage.optimizers._step.store import Computed
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.rules import loss_scale as rules
 
 __all__ = ["LossScaleOptimizer"]
-
-
-class _LossScaleStore(LossScaleStore):
-    def build(self, store: Store, variables: Sequence[Variable]) -> None:
-        super().build(store, variables)
-        # A first step counts even if it is skipped: averages start as the first weights, as in TF.
-        for variable, average in zip(variables, store.averages, strict=False):
-            if not average._is_planned:
-                started = (average.value() != 0).any()
-                average.assign(jnp.where(started, average.value(), variable.value()))
 
 
 class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
@@ -70,8 +58,12 @@ class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
     Source: `tf.keras.mixed_precision.LossScaleOptimizer` (TensorFlow 2.15).
     """
 
-    _scale_store_type = _LossScaleStore
-    _min_scale = stateful_scale.FLOOR
+    _conventions = dataclasses.replace(
+        stateful_scale.UnscaledLossScaleOptimizer._conventions,
+        lowest_scale=stateful_scale.FLOOR,
+        counts_skipped_steps=True,
+        averages_start_as_weights=True,
+    )
 
     def __init__(
         self,
@@ -305,13 +297,6 @@ class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
             )
             self._forgotten.clear()
         return super().apply_gradients(pairs)
-
-    def _take_step(self, state: PyTree, inputs: StepInputs) -> tuple[PyTree, jax.Array | None]:
-        new, applied = super()._take_step(state, inputs)
-        if self.gradient_accumulation_steps:  # the window counts its microbatches itself
-            return new, applied
-        count = state.step_state.steps + 1  # a skipped step counts
-        return new._replace(step_state=new.step_state._replace(steps=count)), applied
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments."""

@@ -1,7 +1,8 @@
 """`tf.compat.v1.train` optimizers and `tf.compat.v1.mixed_precision`, with stateful scales."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,6 @@ from gainstage.compat.v1_optimizers import (
 )
 from gainstage.optimizers._step import saving
 from gainstage.optimizers._step.differentiate import array_of_loss
-from gainstage.optimizers._step.store import LossScaleStore
 from gainstage.optimizers._step.subclasses import check_verbs
 from gainstage.rules import loss_scale as rules
 
@@ -42,15 +42,11 @@ __all__ = [
 ]
 
 
-class _LossScaleStore(LossScaleStore):
-    documented: ClassVar[Mapping[str, str]] = {
-        "scale": "current_loss_scale",
-        "good_steps": "good_steps",
-    }
-
-
 class _LossScaleOptimizer(UnscaledLossScaleOptimizer):
-    _scale_store_type = _LossScaleStore
+    _conventions = dataclasses.replace(
+        UnscaledLossScaleOptimizer._conventions,
+        scale_names={"scale": "current_loss_scale", "good_steps": "good_steps"},
+    )
 
 
 class MixedPrecisionLossScaleOptimizer(Optimizer):

@@ -16,6 +16,7 @@ from gainstage._variables.types import Rate, Values
 from gainstage._variables.variable import Variable, is_tracing
 from gainstage.compat.stateful_scale import summed
 from gainstage.optimizers import optimizer as core
+from gainstage.optimizers._step.conventions import Conventions
 from gainstage.optimizers._step.differentiate import ALL_READ, VarList
 from gainstage.optimizers._step.options import Setting, within
 
@@ -280,12 +281,14 @@ class MomentumOptimizer(Optimizer):
         super().__init__(optimizer, use_locking, name, **later)
 
 
+def _numbered_slot_name(owner: str, variable: str, slot: str, place: int) -> str:
+    return f"{variable}/{owner}_{place}" if place else f"{variable}/{owner}"
+
+
 class _SlotNames(core.Optimizer):
     """Names a slot by its variable and the optimizer, and numbers further ones, as TensorFlow 1."""
 
-    @staticmethod
-    def _slot_name(owner: str, variable: str, slot: str, place: int) -> str:
-        return f"{variable}/{owner}_{place}" if place else f"{variable}/{owner}"
+    _conventions = Conventions(slot_name=_numbered_slot_name)
 
 
 class _Momentum(_SlotNames, optimizers.SGD):
@@ -333,8 +336,8 @@ class _AdamOfChangingBetas(_Adam):
         self.assign_add(v, (jnp.square(gradient) - v) * (1 - self.beta_2))
         self.assign_sub(variable, rate * m / (jnp.sqrt(v.value()) + self.epsilon))
 
-    def _update_all(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:
-        super()._update_all(grads, rate, loss)
+    def _update(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:
+        super()._update(grads, rate, loss)
         for power, number in zip(self.powers, (self.beta_1, self.beta_2), strict=True):
             self.assign(power, power * number)
 

@@ -1,7 +1,7 @@
 """Loss scaling around any optimizer: scale the loss, skip overflowed steps, adapt the scale."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 import jax
 
@@ -9,6 +9,7 @@ from gainstage._base import checks
 from gainstage._base.configurable import deserialize, serialize
 from gainstage._base.warn import warn
 from gainstage._scaling.finite_check import all_finite
+from gainstage._scaling.gradients import Gradient, Gradients
 from gainstage._scaling.retry_loop import NO_RETRY
 from gainstage._scaling.scaled_step import ScaledStep
 from gainstage._scaling.step_telemetry import Observed, at_first, check_telemetry
@@ -97,13 +98,9 @@ class LossScaleOptimizer(Optimizer):
 
     telemetry: Fixed[bool] = Fixed()
     underflow_every: Fixed[int | None] = Fixed()
-    _scale_store_type = LossScaleStore
-    _inner_argument = "inner_optimizer"  # the name of that argument of the constructor
-    _min_scale: ClassVar[float | None] = None  # of a dynamic scale; None for that of `keras_rule`
     _told_of_retries = False  # that they have no effect
     _has_scaled = False  # whether a loss was multiplied by the scale, or a program reads it
     _was_read = False  # whether it was read since the last `apply`, perhaps to multiply by it
-    _unscaled = False  # whether `apply` takes gradients that are divided by the scale
 
     def __init__(
         self,
@@ -118,9 +115,10 @@ class LossScaleOptimizer(Optimizer):
         underflow_every: int | None = None,
         **options: Unpack[WrapperOptions],
     ):
-        check_inner(inner_optimizer, self._given, self._inner_argument)
-        numbers, given = (initial_scale, dynamic_growth_steps), self._given
-        self._rule = rule = chosen_rule(*numbers, dynamic, rule, given, self._min_scale)
+        conventions, given = self._conventions, self._given
+        check_inner(inner_optimizer, given, conventions.inner_argument)
+        numbers = initial_scale, dynamic_growth_steps
+        self._rule = rule = chosen_rule(*numbers, dynamic, rule, given, conventions.lowest_scale)
         ignore_decay(options)
         jit_compile, mesh = options.pop("jit_compile", None), options.pop("mesh", None)
         jit_compile = inner_optimizer.jit_compile if jit_compile is None else jit_compile
@@ -132,15 +130,16 @@ class LossScaleOptimizer(Optimizer):
         for option, value in options.items():
             if value is not None:
                 over[option] = check_option(option, value, over)
-        scaled_step = ScaledStep(rule, self.telemetry, self.underflow_every, self._unscaled)
-        self._scale_store = self._scale_store_type(self.name, over, scaled_step, self.mesh)
+        scaled_step = ScaledStep(rule, self.telemetry, self.underflow_every, conventions.unscaled)
+        self._scale_store = LossScaleStore(self.name, over, scaled_step, self.mesh, conventions)
         self._initial_scale = checks.shortest(self._scale_store.state.rule_state.scale.numpy())
         if self.mesh is not None:
             replicate(self.name, self.mesh, jax.tree.leaves(self._scale_store.state), [])
         if store.index:
             check_one_scale(inner_optimizer, list(store.index))
             self._scale_store.build(store, list(store.index))
-        self._store, self._slots = store, Slots(self.name, self._slot_name, store.slots.shard_over)
+        self._store = store
+        self._slots = Slots(self.name, conventions.slot_name, store.slots.shard_over)
         store.set_outer(self._scale_store)
         self._inner = inner_optimizer
 
@@ -318,7 +317,7 @@ class LossScaleOptimizer(Optimizer):
     def _check_scaled(self) -> None:
         was_read, self._was_read = self._was_read, False
         scaled = was_read or self._has_scaled
-        if not (scaled or self._unscaled or self._is_one()):
+        if not (scaled or self._conventions.unscaled or self._is_one()):
             self._has_scaled = True  # warn once
             warn(NEVER_SCALED.format(name=self.name))
 
@@ -344,12 +343,15 @@ class LossScaleOptimizer(Optimizer):
             "variable": True,
             "fixed": not self.dynamic,
             "chosen": inputs.apply_if is not None,
-            "divides": not self._unscaled,
+            "divides": not self._conventions.unscaled,
         }
         state = _marked(state, "state", *(word for word in known if known[word]))
         inputs = inputs._replace(grads=marked(inputs.grads, "gradient"))
         step = self._inner._make_step(inputs.loss)
         new, applied = step.scaled(scaled_step, state, inputs)
+        if self._conventions.counts_skipped_steps and not self.gradient_accumulation_steps:
+            steps = state.step_state.steps + 1
+            new = new._replace(step_state=new.step_state._replace(steps=steps))
         return _marked(new, "new"), applied
 
     # ── the inner optimizer ──────────────────────────────────────────────────────────────────
@@ -376,7 +378,7 @@ class LossScaleOptimizer(Optimizer):
         inner = vars(self).get("_inner")
         if inner is not None and name in vars(inner) and name not in vars(self):
             raise AttributeError(f"Expected {name} to be set on the inner optimizer.")
-        if name == "dynamic_growth_steps" and not self._unscaled:
+        if name == "dynamic_growth_steps" and not self._conventions.unscaled:
             self._rule = with_number(self._rule, name, value)
             self._scale_store.set_rule(self._rule)
             self._store.changed()
@@ -401,7 +403,9 @@ class LossScaleOptimizer(Optimizer):
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
     ) -> None:
         """Applies the inner optimizer's update to one variable, with an unscaled gradient."""
-        self._inner._update_one(gradient, variable, learning_rate)
+        grads: Gradients = [None] * len(self._store.index)
+        grads[self._get_variable_index(variable)] = Gradient(gradient)
+        self._inner._update(grads, learning_rate, None)
 
     def exclude_from_weight_decay(
         self,

@@ -23,7 +23,6 @@ from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.arguments import pairs_in, variables_in
 from gainstage._variables.bridge import (
     assign,
-    bound,
     functionalize,
     jit,
     read,
@@ -34,6 +33,7 @@ from gainstage._variables.sharding import replicate
 from gainstage._variables.types import Aux, Flag, Grads, Loss, P, PyTree, Rate, Scalar, Values
 from gainstage._variables.variable import Variable, is_inside, is_tracing
 from gainstage.optimizers._step import options as all_options
+from gainstage.optimizers._step.conventions import Conventions
 from gainstage.optimizers._step.differentiate import Differentiated, VarList, differentiate
 from gainstage.optimizers._step.options import Arguments, OptimizerOptions
 from gainstage.optimizers._step.runner import (
@@ -51,7 +51,6 @@ from gainstage.optimizers._step.step import (
     OptimizerStep,
     StepInputs,
     StepOptions,
-    StepState,
 )
 from gainstage.optimizers._step.store import Computed, Store
 from gainstage.optimizers._step.subclasses import missing, overrides
@@ -132,7 +131,7 @@ class Optimizer(Configurable, Arguments, Saved):
 
     _keywords = all_options.PARAMETERS
     _left_out = ("jit_compile", "mesh", "shard_state_over")
-    _sums_losses = False  # whether a loss that is not a scalar is summed
+    _conventions = Conventions()
 
     def __init__(
         self, learning_rate: Rate, *options: Any, **named_options: Unpack[OptimizerOptions]
@@ -147,7 +146,7 @@ class Optimizer(Configurable, Arguments, Saved):
         bound.apply_defaults()
         self._set_arguments(bound.arguments)
         has_own_rate, step = overrides(self, "learning_rate"), StepOptions.checked(bound.arguments)
-        self._slots = Slots(self.name, self._slot_name, self.shard_state_over)
+        self._slots = Slots(self.name, self._conventions.slot_name, self.shard_state_over)
         self._store = Store(
             self.name, learning_rate, bool(has_own_rate), step, self.mesh, self._slots
         )
@@ -411,11 +410,6 @@ class Optimizer(Configurable, Arguments, Saved):
             raise checks.not_assignable(variable)
         variable.assign_sub(value)
 
-    @staticmethod
-    def _slot_name(owner: str, variable: str, slot: str, place: int) -> str:
-        """The name of a slot: see `Slots`."""
-        return f"{owner}/{variable}_{slot}"
-
     def _get_variable_index(self, variable: Variable) -> int:
         """The index of a variable in the list that the optimizer was built with."""
         return self._store.place_of(variable, self.name)
@@ -565,10 +559,13 @@ class Optimizer(Configurable, Arguments, Saved):
         return list(zip(found.grads, found.variables, strict=True))
 
     def _differentiate(self, loss: Any, var_list: VarList, **how: Any) -> Differentiated:
+        scale, conventions = self._loss_scale(), self._conventions
         if callable(loss):
-            scale = self._loss_scale()
             loss = called_at(loss, lambda: scale)
-        return differentiate(loss, var_list, self.scale_loss, sums=self._sums_losses, **how)
+        found = differentiate(loss, var_list, self.scale_loss, sums=conventions.sums_losses, **how)
+        if conventions.unscaled and scale is not None:
+            return found._replace(grads=gradients.unscale(found.grads, scale))
+        return found
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> Variable:
         """Takes a step on (gradient, variable) pairs, and returns `iterations`."""
@@ -812,35 +809,23 @@ class Optimizer(Configurable, Arguments, Saved):
         decay = options.weight_decay
         return OptimizerStep(
             options=options,
-            update=lambda state, grads, rate: self._update_weights(state, grads, rate, loss),
+            update=lambda grads, rate: self._update(grads, rate, loss),
             rate=store.rate,
-            variables=list(store.index),
+            variables=store.state,
             shardings=store.shardings,
             decays=[decay is not None and self._decays(v) for v in store.index],
         )
 
-    def _update_weights(
-        self, state: StepState, grads: Gradients, rate: jax.Array, loss: jax.Array | None
-    ) -> StepState:
-        """`update_step` of every variable as a pure function."""
-        store, own = self._store, self._store.state
-        variables, values = jax.tree.leaves(own), jax.tree.leaves(state)
-        shardings = [*store.shardings, *(v._sharding for v in variables[len(own.weights) :])]
-        with bound(variables, values, shardings):
-            self._update_all(grads, rate, loss)
-            return read(own)
-
-    def _update_all(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:
+    def _update(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:
+        """Updates the bound variables: calls `update_step` for each that has a gradient."""
+        step: Callable[..., object] = self.update_step
+        more = (rate,) if self._conventions.passes_rate else ()
         for variable, gradient in zip(self._store.index, grads, strict=True):
-            if gradient is not None:
-                self._update_one(gradient.value(), variable, rate)
-
-    def _update_one(self, gradient: jax.Array, variable: Variable, rate: jax.Array) -> None:
-        if self.update_step(gradient, variable, rate) is not None:  # type: ignore[func-returns-value]
-            raise TypeError(
-                f"Expected {type(self).__name__}.update_step to assign the new value and "
-                f"return None; got a result."
-            )
+            if gradient is not None and step(gradient.value(), variable, *more) is not None:
+                raise TypeError(
+                    f"Expected {type(self).__name__}.update_step to assign the new value and "
+                    f"return None; got a result."
+                )
 
     # ── configuration ────────────────────────────────────────────────────────────────────────
 

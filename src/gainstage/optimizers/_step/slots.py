@@ -31,8 +31,7 @@ class Slots:
 
     Args:
         owner: the optimizer's name.
-        named: `(owner, variable, slot, place) -> name` of a slot; `place` is the number of slots
-            that the variable already has.
+        named: the name of a slot: see `Conventions`.
         shard_over: the mesh axes over which a variable's state is sharded further.
     """
 

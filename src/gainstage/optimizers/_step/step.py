@@ -17,6 +17,7 @@ from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import norms as norms_of
 from gainstage._scaling.gradients import Gradients
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState, run_if
+from gainstage._variables.bridge import bound, read
 from gainstage._variables.types import Rate
 from gainstage._variables.variable import Variable, is_tracing, placed
 from gainstage.optimizers._step.options import CLIPS, DEFAULTS, OPTIONS, Options, check_option
@@ -219,17 +220,18 @@ class OptimizerStep:
 
     Args:
         options: the active options.
-        update: `(state, gradients, rate) -> state`, on weights in float32 or wider.
+        update: `(gradients, rate)`: assigns to the variables, bound to the arrays of the step, in
+            which the weights are in float32 or wider.
         rate: the learning rate.
-        variables: the weights' variables, for names, dtypes, constraints and shardings.
+        variables: the variables of the state.
         shardings: the sharding of each weight's state, None off a mesh.
         decays: whether each weight decays.
     """
 
     options: StepOptions
-    update: Callable[[StepState, Gradients, jax.Array], StepState]
+    update: Callable[[Gradients, jax.Array], None]
     rate: LearningRate
-    variables: Sequence[Variable]
+    variables: StepState
     shardings: Sequence[Any]
     decays: Sequence[bool]
 
@@ -296,12 +298,14 @@ class OptimizerStep:
             state = self._average(state)
         weights = [
             w if g is None or variable.constraint is None else self._constrain(variable, w)
-            for variable, g, w in zip(self.variables, grads, state.weights, strict=True)
+            for variable, g, w in zip(self.variables.weights, grads, state.weights, strict=True)
         ]
         return state._replace(
             weights=[
                 placed(new.astype(old.dtype), variable._sharding)
-                for new, old, variable in zip(weights, before.weights, self.variables, strict=True)
+                for new, old, variable in zip(
+                    weights, before.weights, self.variables.weights, strict=True
+                )
             ],
             masters=[m if m is None else w for m, w in zip(state.masters, weights, strict=True)],
             steps=state.steps + 1,
@@ -360,7 +364,12 @@ class OptimizerStep:
                 for w, g, decays, sharding in rows
             ]
             state = state._replace(weights=weights)
-        return self.update(state, grads, rate)
+        variables = jax.tree.leaves(self.variables)
+        others = variables[len(self.variables.weights) :]
+        shardings = [*self.shardings, *(variable._sharding for variable in others)]
+        with bound(variables, jax.tree.leaves(state), shardings):
+            self.update(grads, rate)
+            return read(self.variables)
 
     def _average(self, state: StepState) -> StepState:
         """Updates the averages, and, when due, sets the weights to them."""

@@ -3,7 +3,7 @@
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from gainstage._variables.sharding import replicate
 from gainstage._variables.types import Rate
 from gainstage._variables.variable import Variable
 from gainstage._variables.zero_sharding import check_axes, sharding_of_state
+from gainstage.optimizers._step.conventions import Conventions
 from gainstage.optimizers._step.differentiate import check_floating
 from gainstage.optimizers._step.slots import Slots
 from gainstage.optimizers._step.step import LearningRate, StepOptions, StepState
@@ -61,20 +62,21 @@ class LossScaleStore:
         over: the wrapper's options.
         scaled_step: the loss scale, without the options of a step.
         mesh: the mesh that replicates its variables, by default that of the weights.
+        conventions: the names of its variables, and what averages start as.
     """
 
-    # The names of the variables of a rule's public state.
-    documented: ClassVar[Mapping[str, str]] = {
-        "scale": "{owner}/dynamic_scale",
-        "good_steps": "{owner}/step_counter",
-    }
-
     def __init__(
-        self, owner: str, over: Mapping[str, Any], scaled_step: ScaledStep, mesh: Mesh | None
+        self,
+        owner: str,
+        over: Mapping[str, Any],
+        scaled_step: ScaledStep,
+        mesh: Mesh | None,
+        conventions: Conventions,
     ):
         assert scaled_step.rule is not None
         self.owner, self.over, self.scaled_step, self.mesh = owner, dict(over), scaled_step, mesh
-        rule_state = variables_like(start(scaled_step.rule), owner, self.documented)
+        self.conventions = conventions
+        rule_state = variables_like(start(scaled_step.rule), owner, conventions.scale_names)
         self.state = ScaledStepState(rule_state)
 
     def set_rule(self, rule: LossScale) -> None:
@@ -92,6 +94,12 @@ class LossScaleStore:
         stats = first.observed and variables_like(first.observed, f"{self.owner}/last")
         self.state = ScaledStepState(rule_state, stats)
         replicate(self.owner, self.mesh, jax.tree.leaves(self.state), variables)
+        if not self.conventions.averages_start_as_weights:
+            return
+        for variable, average in zip(variables, store.averages, strict=False):
+            if not average._is_planned:
+                started = (average.value() != 0).any()
+                average.assign(jnp.where(started, average.value(), variable.value()))
 
 
 COUNT_OF_MICROBATCHES = (
