@@ -126,18 +126,19 @@ class LossScaleOptimizer(Optimizer):
         mesh = store.mesh if mesh is None else mesh
         self._set_arguments({"name": name, "jit_compile": jit_compile, "mesh": mesh})
         self.telemetry, self.underflow_every = check_telemetry(telemetry, underflow_every)
-        over: dict[str, Any] = {}
+        checked: dict[str, Any] = {}
         for option, value in options.items():
             if value is not None:
-                over[option] = check_option(option, value, over)
+                checked[option] = check_option(option, value, checked)
         scaled_step = ScaledStep(rule, self.telemetry, self.underflow_every, conventions.unscaled)
-        self._scale_store = LossScaleStore(self.name, over, scaled_step, self.mesh, conventions)
+        self._scale_store = LossScaleStore(self.name, checked, scaled_step, self.mesh, conventions)
         self._initial_scale = checks.shortest(self._scale_store.state.rule_state.scale.numpy())
         if self.mesh is not None:
             replicate(self.name, self.mesh, jax.tree.leaves(self._scale_store.state), [])
         if store.index:
             check_one_scale(inner_optimizer, list(store.index))
-            self._scale_store.build(store, list(store.index))
+            options_in_force = store.own.replaced(checked)
+            self._scale_store.build(options_in_force, list(store.index), store.averages)
         self._store = store
         self._slots = Slots(self.name, conventions.slot_name, store.slots.shard_over)
         store.set_outer(self._scale_store)
@@ -292,7 +293,7 @@ class LossScaleOptimizer(Optimizer):
         )
 
     def _loss_scale(self) -> jax.Array:
-        scaled_step = self._store.with_options(self._scale_store.scaled_step)
+        scaled_step = self._store.options.of(self._scale_store.scaled_step)
         state = self._scale_store.state.rule_state
         try:
             scale = state.scale.value()
@@ -311,7 +312,7 @@ class LossScaleOptimizer(Optimizer):
 
     def _is_one(self) -> bool:
         """Whether the loss scale is always 1."""
-        factor = self._store.in_force.loss_scale_factor
+        factor = self._store.options.loss_scale_factor
         return self._rule == FixedLossScale(1.0) and factor is None
 
     def _check_scaled(self) -> None:
@@ -338,7 +339,6 @@ class LossScaleOptimizer(Optimizer):
         return OptimizerState(self._scale_store.state, self._store.state)
 
     def _take_step(self, state: PyTree, inputs: StepInputs) -> tuple[PyTree, jax.Array | None]:
-        scaled_step = self._store.with_options(self._scale_store.scaled_step)
         known = {
             "variable": True,
             "fixed": not self.dynamic,
@@ -348,7 +348,7 @@ class LossScaleOptimizer(Optimizer):
         state = _marked(state, "state", *(word for word in known if known[word]))
         inputs = inputs._replace(grads=marked(inputs.grads, "gradient"))
         step = self._inner._make_step(inputs.loss)
-        new, applied = step.scaled(scaled_step, state, inputs)
+        new, applied = step.scaled(self._scale_store.scaled_step, state, inputs)
         if self._conventions.counts_skipped_steps and not self.gradient_accumulation_steps:
             steps = state.step_state.steps + 1
             new = new._replace(step_state=new.step_state._replace(steps=steps))
@@ -366,12 +366,11 @@ class LossScaleOptimizer(Optimizer):
         return [*first, *rest, *self._slots.all, *self._store.variables]
 
     def _get_option(self, name: str) -> Any:
-        over = self._scale_store.over
-        return over[name] if name in over else getattr(self._store.options, name)
+        options = self._scale_store.options
+        return options[name] if name in options else super()._get_option(name)
 
     def _set_option(self, name: str, value: object) -> None:
-        self._scale_store.over[name] = self._checked_option(name, value)
-        (self._given.discard if value is None else self._given.add)(name)
+        self._scale_store.options[name] = self._checked_option(name, value)
         self._store.changed()
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -442,7 +441,7 @@ class LossScaleOptimizer(Optimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments; each option is with the object that received it."""
-        options = dict(self._scale_store.over)
+        options = dict(self._scale_store.options)
         inner = serialize(self.inner_optimizer)
         inner["config"] = {k: v for k, v in inner["config"].items() if k not in options}
         if options.get("weight_decay", 0) is None:  # off, whatever the inner optimizer's default

@@ -179,22 +179,23 @@ class Optimizer(Configurable, Arguments, Saved):
     # ── options ──────────────────────────────────────────────────────────────────────────────
 
     def _get_option(self, name: str) -> Any:
-        return getattr(self._store.options, name)
+        return getattr(self._store.own, name)
 
     def _set_option(self, name: str, value: object) -> None:
         store = self._store
         value = self._checked_option(name, value)
         outer = store.outer
-        if value is not None and outer is not None and name in outer.over:
+        if value is not None and outer is not None and name in outer.options:
             raise ValueError(
                 f"Expected {name} to be set on {outer.owner!r}, where it is "
-                f"{outer.over[name]!r}; got {value!r} on {self.name!r}."
+                f"{outer.options[name]!r}; got {value!r} on {self.name!r}."
             )
         (self._given.discard if value is None else self._given.add)(name)
-        store.set_options(StepOptions({**vars(store.options), name: value}))
+        store.own = store.own.replaced({name: value})
+        store.changed()
 
     def _checked_option(self, name: str, value: Any) -> Any:
-        now = vars(self._store.in_force)
+        now = vars(self._store.options)
         value = all_options.check_option(name, value, {k: v for k, v in now.items() if k != name})
         if name in all_options.BEFORE_BUILD and self.built and value != now[name]:
             raise ValueError(f"Expected {name} to be set before the optimizer is built.")
@@ -246,7 +247,7 @@ class Optimizer(Configurable, Arguments, Saved):
     def iterations(self) -> Variable:
         """The number of updates so far, an int32 variable. With gradient accumulation it is
         computed from the number of microbatches and cannot be assigned."""
-        count, options = self._store.steps, self._store.in_force
+        count, options = self._store.steps, self._store.options
         if not options.gradient_accumulation_steps:
             return count
         set_by = "load a state that was saved, or start with a new optimizer"
@@ -759,7 +760,7 @@ class Optimizer(Configurable, Arguments, Saved):
             ValueError: the optimizer was not built with one of the variables.
         """
         store = self._store
-        if not store.in_force.use_ema:
+        if not store.options.use_ema:
             return
         self._built_variables("finalize_variable_values")
         var_list = variables_in(var_list, "var_list")
@@ -777,7 +778,7 @@ class Optimizer(Configurable, Arguments, Saved):
 
     def _loss_scale(self) -> jax.Array | None:
         """The loss scale; None for no scaling."""
-        factor = self._store.in_force.loss_scale_factor
+        factor = self._store.options.loss_scale_factor
         return None if factor is None else jnp.asarray(factor, jnp.float32)
 
     def _rate_of_step(self) -> jax.Array | None:
@@ -796,16 +797,15 @@ class Optimizer(Configurable, Arguments, Saved):
         """One step as a pure function: returns the new values of `_step_state`, and whether it was
         applied (None: always)."""
         step = self._make_step(inputs.loss)
-        if self._store.in_force.loss_scale_factor is None:
+        if self._store.options.loss_scale_factor is None:
             return step.plain(state, inputs)
         both = OptimizerState(ScaledStepState(None), state)
-        scaled_step = self._store.with_options(ScaledStep())
-        (_, state), applied = step.scaled(scaled_step, both, inputs)
+        (_, state), applied = step.scaled(ScaledStep(), both, inputs)
         return state, applied
 
     def _make_step(self, loss: jax.Array | None = None) -> OptimizerStep:
         """The step for the current options and variables."""
-        store, options = self._store, self._store.in_force
+        store, options = self._store, self._store.options
         decay = options.weight_decay
         return OptimizerStep(
             options=options,

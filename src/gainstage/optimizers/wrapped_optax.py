@@ -88,7 +88,7 @@ class Optax(Optimizer):
         self._key_kinds: list[Any] = []  # for each leaf: the implementation of its key, or None
 
     def build(self, var_list: Sequence[Variable]) -> None:
-        if self._undecayed and self._store.in_force.weight_decay is None:
+        if self._undecayed and self._store.options.weight_decay is None:
             mask = [variable not in self._undecayed for variable in var_list]
             raise ValueError(
                 f"Expected a weight_decay of {self.name!r} for exclude_from_weight_decay, which "

@@ -24,8 +24,8 @@ class Conventions:
         inner_argument: the name of a wrapper's argument for its optimizer. `experimental`:
             "LossScaleOptimizer(optimizer, loss_scale)".
         unscaled: whether the gradients that a wrapper computes, or is given, are divided by the
-            scale. Version 1: "compute_gradients" scales them "back down"; TensorFlow 2: "call
-            get_unscaled_gradients before apply_gradients".
+            scale. Version 1: gradients "are then scaled back down". TensorFlow 2: `apply_gradients`
+            gets what `get_unscaled_gradients` returns.
         lowest_scale: the lowest dynamic scale; None for that of `keras_rule`. TensorFlow 2 halves
             down to 1.
         counts_skipped_steps: whether `iterations` counts a step that is skipped, without a window.

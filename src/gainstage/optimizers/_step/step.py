@@ -49,13 +49,19 @@ class StepOptions(Options):
         """The number of updates that this many steps make."""
         return steps // (self.gradient_accumulation_steps or 1)
 
-    def under(self, over: Mapping[str, Any]) -> "StepOptions":
-        """These options, overridden by the options `over` of a wrapper."""
-        if not over:
-            return self
-        if any(over.get(clip) is not None for clip in CLIPS):  # a clip option replaces any other
-            over = dict.fromkeys(CLIPS) | dict(over)
-        return StepOptions({**vars(self), **over})
+    def replaced(self, options: Mapping[str, Any]) -> "StepOptions":
+        """These options with others in their place; a clip option replaces any other."""
+        clips = any(options.get(clip) is not None for clip in CLIPS)
+        return StepOptions(vars(self) | (dict.fromkeys(CLIPS) if clips else {}) | dict(options))
+
+    def of(self, scaled_step: ScaledStep) -> ScaledStep:
+        """A loss scale with these options."""
+        return dataclasses.replace(
+            scaled_step,
+            factor=self.loss_scale_factor,
+            clip=self.clip,
+            conditional=bool(self.gradient_accumulation_steps),
+        )
 
 
 for _name, _default in DEFAULTS.items():
@@ -255,7 +261,9 @@ class OptimizerStep:
         state: OptimizerState,
         inputs: StepInputs,
     ) -> tuple[OptimizerState, jax.Array]:
-        """Takes a step on scaled gradients, unless one is non-finite or `apply_if` is False."""
+        """Takes a step on scaled gradients, unless one is non-finite or `apply_if` is False.
+        `scaled_step` is the loss scale without options."""
+        scaled_step = self.options.of(scaled_step)
         before, scale = state.scaled_state, jnp.float32(1)
         if not scaled_step.unscaled:
             scale = scaled_step.loss_scale(before.rule_state)

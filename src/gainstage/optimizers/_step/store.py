@@ -55,11 +55,11 @@ class Computed(Variable):
 
 
 class LossScaleStore:
-    """The variables of a loss scale, and the options that override those of the optimizer in it.
+    """The variables of a loss scale around an optimizer.
 
     Args:
         owner: the wrapper's name, which takes the steps.
-        over: the wrapper's options.
+        options: the options of the wrapper, by name.
         scaled_step: the loss scale, without the options of a step.
         mesh: the mesh that replicates its variables, by default that of the weights.
         conventions: the names of its variables, and what averages start as.
@@ -68,14 +68,14 @@ class LossScaleStore:
     def __init__(
         self,
         owner: str,
-        over: Mapping[str, Any],
+        options: Mapping[str, Any],
         scaled_step: ScaledStep,
         mesh: Mesh | None,
         conventions: Conventions,
     ):
         assert scaled_step.rule is not None
-        self.owner, self.over, self.scaled_step, self.mesh = owner, dict(over), scaled_step, mesh
-        self.conventions = conventions
+        self.owner, self.options, self.scaled_step = owner, dict(options), scaled_step
+        self.mesh, self.conventions = mesh, conventions
         rule_state = variables_like(start(scaled_step.rule), owner, conventions.scale_names)
         self.state = ScaledStepState(rule_state)
 
@@ -87,16 +87,19 @@ class LossScaleStore:
         """Shares the rule's state with another object, which holds these variables."""
         self.state = self.state._replace(rule_state=rule_state)
 
-    def build(self, store: "Store", variables: Sequence[Variable]) -> None:
-        """Creates the state that depends on the weights; called before the store is built."""
+    def build(
+        self, options: StepOptions, variables: Sequence[Variable], averages: Sequence[Variable]
+    ) -> None:
+        """Creates the state that depends on the weights, by the options of a step, the weights and
+        their moving averages; called before the store is built."""
         rule_state = self.state.rule_state
-        first = store.with_options(self.scaled_step).first(read(rule_state), len(variables))
+        first = options.of(self.scaled_step).first(read(rule_state), len(variables))
         stats = first.observed and variables_like(first.observed, f"{self.owner}/last")
         self.state = ScaledStepState(rule_state, stats)
         replicate(self.owner, self.mesh, jax.tree.leaves(self.state), variables)
         if not self.conventions.averages_start_as_weights:
             return
-        for variable, average in zip(variables, store.averages, strict=False):
+        for variable, average in zip(variables, averages, strict=False):
             if not average._is_planned:
                 started = (average.value() != 0).any()
                 average.assign(jnp.where(started, average.value(), variable.value()))
@@ -124,7 +127,7 @@ class Store:
         mesh: Mesh | None,
         slots: Slots,
     ):
-        self.owner, self.options, self.mesh = owner, options, mesh
+        self.owner, self.own, self.mesh = owner, options, mesh
         self.has_own_rate = has_own_rate  # whether a subclass overrides `learning_rate`
         self.version = 0  # of the constants of a compiled step
         # A program that steps with this count has the options as constants: see `bridge.jit`.
@@ -143,8 +146,7 @@ class Store:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of its owner sets the wrapper again.
-        own = {**vars(self), "_outer": None}
-        return {**own, "mesh": self.mesh and Devices(self.mesh)}
+        return {**vars(self), "_outer": None, "mesh": self.mesh and Devices(self.mesh)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(with_devices(state))
@@ -157,7 +159,7 @@ class Store:
         return None if self._outer is None else self._outer()
 
     def set_outer(self, outer: LossScaleStore) -> None:
-        """Sets the store around this one, whose options then override those of the optimizer."""
+        """Sets the store around this one, whose options replace those of the optimizer."""
         self._outer = weakref.ref(outer)
         self.changed()
 
@@ -171,7 +173,7 @@ class Store:
         """Starts to count at a number, or counts in a variable of the user."""
         if self.index:
             raise RuntimeError("Expected iterations to be set before the optimizer is built.")
-        if self.in_force.gradient_accumulation_steps:
+        if self.options.gradient_accumulation_steps:
             raise ValueError(COUNT_OF_MICROBATCHES)
         self.has_own_count = True
         if not isinstance(count, Variable):
@@ -182,10 +184,11 @@ class Store:
         count._constants_of = weakref.ref(self)
         self.steps = count
 
-    def set_options(self, options: StepOptions) -> None:
-        """Sets the options; those of the wrapper stay."""
-        self.options = options
-        self.changed()
+    @property
+    def options(self) -> StepOptions:
+        """The options in force: those of the wrapper replace the optimizer's own."""
+        outer = self.outer
+        return self.own.replaced(outer.options) if outer and outer.options else self.own
 
     def set_rate(self, learning_rate: Rate) -> None:
         """Sets the learning rate. A number can be set only where the rate is stored in a variable,
@@ -218,22 +221,6 @@ class Store:
             return rate.at(jnp.maximum(step - steps_ago, 0) if steps_ago else step)
 
         return Computed(f"{self.owner}/learning_rate", compute, set_by)
-
-    @property
-    def in_force(self) -> StepOptions:
-        """The active options."""
-        outer = self.outer
-        return self.options if outer is None else self.options.under(outer.over)
-
-    def with_options(self, scaled_step: ScaledStep) -> ScaledStep:
-        """A loss scale with the options of this optimizer's steps."""
-        options = self.in_force
-        return dataclasses.replace(
-            scaled_step,
-            factor=options.loss_scale_factor,
-            clip=options.clip,
-            conditional=bool(options.gradient_accumulation_steps),
-        )
 
     def place_of(self, variable: Variable, owner: str) -> int:
         """The index of a trainable variable; raises a ValueError that names `owner` if unknown."""
@@ -288,7 +275,7 @@ class Store:
                 f"gainstage.interop.keras."
             )
         check_axes(self.slots.shard_over, [variable.sharding for variable in variables])
-        options, slots = self.in_force, self.slots
+        options, slots = self.options, self.slots
         if self.has_own_count and options.gradient_accumulation_steps:
             raise ValueError(COUNT_OF_MICROBATCHES)
         half = [v for v in variables if v.dtype != gradients.float32_or_wider(v.dtype)]
@@ -318,7 +305,7 @@ class Store:
                 if not variable._is_planned:
                     master.assign(variable)
         if self.outer is not None:
-            self.outer.build(self, variables)
+            self.outer.build(options, variables, self.averages)
         self.index = {variable: place for place, variable in enumerate(variables)}
         self.shardings = [sharding_of_state(v, slots.shard_over) for v in variables]
         self.changed()
