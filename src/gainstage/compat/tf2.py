@@ -17,7 +17,7 @@ from gainstage._variables.types import Rate, Scalar, Values
 from gainstage._variables.variable import Variable
 from gainstage.compat import stateful_scale
 from gainstage.optimizers._step import saving
-from gainstage.optimizers._step.differentiate import Differentiated, VarList
+from gainstage.optimizers._step.differentiate import VarList
 from gainstage.optimizers._step.slots import Initializer
 from gainstage.optimizers._step.store import Computed
 from gainstage.optimizers.optimizer import Optimizer
@@ -234,6 +234,7 @@ class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
     ) -> list[tuple[jax.Array | None, Variable]]:
         """Returns the unscaled (gradient, variable) pairs of a loss, whose elements are summed."""
         _refuse(tape)
+        self._forgotten.clear()  # this method scales and unscales itself
         return super().compute_gradients(loss, var_list)
 
     def get_gradients(self, loss: Callable[[], Any], params: VarList) -> list[jax.Array | None]:
@@ -262,11 +263,6 @@ class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
     def aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
         """Returns the pairs unchanged: gradients here are those of the whole mesh."""
         return pairs_in(grads_and_vars)
-
-    def _differentiate(self, loss: Any, var_list: VarList, **how: Any) -> Differentiated:
-        if not how:  # else it is `minimize`, which says nothing of the next `apply_gradients`
-            self._forgotten.clear()  # this method scales and unscales itself
-        return super()._differentiate(loss, var_list, **how)
 
     def apply_gradients(
         self,

@@ -17,7 +17,7 @@ from gainstage._variables.sharding import replicate
 from gainstage._variables.types import Aux, P, PyTree, Rate, Scalar
 from gainstage._variables.variable import Variable, is_inside
 from gainstage.optimizers._step import saving
-from gainstage.optimizers._step.differentiate import Differentiated, VarList
+from gainstage.optimizers._step.differentiate import VarList
 from gainstage.optimizers._step.options import (
     OPTIONS,
     Fixed,
@@ -280,17 +280,27 @@ class LossScaleOptimizer(Optimizer):
         """
         has_aux = checks.flag("has_aux", has_aux)
         retries = checks.integer("retries", retries, low=0)
-        if not retries:
-            return self._take(loss, var_list, has_aux)[0]
-        if isinstance(self._rule, FixedLossScale) and not self._told_of_retries:
+        if retries and not self.dynamic and not self._told_of_retries:
             self._told_of_retries = True
             warn(NO_RETRY)
-        return take_with_retries(
-            lambda: self._take(loss, var_list, has_aux),
-            lambda: [*self._store.index, *self.variables],
-            self._scale_store,
-            retries,
-        )
+        before = self._has_scaled
+        if not retries:
+            result, *_ = self._take(loss, var_list, has_aux)
+        else:
+            result = take_with_retries(
+                lambda: self._take(loss, var_list, has_aux),
+                lambda: [*self._store.index, *self.variables],
+                self._scale_store,
+                retries,
+            )
+        self._has_scaled = before  # what its loss reads says nothing of the next `apply`
+        return result
+
+    def compute_gradients(
+        self, loss: Callable[[], Scalar], var_list: VarList
+    ) -> list[tuple[jax.Array | None, Variable]]:
+        self._has_scaled = True
+        return super().compute_gradients(loss, var_list)
 
     def _loss_scale(self) -> jax.Array:
         scaled_step = self._store.options.of(self._scale_store.scaled_step)
@@ -302,13 +312,6 @@ class LossScaleOptimizer(Optimizer):
                 raise
             raise ValueError(NOT_IN_STATE.format(name=self.name)) from error
         return scaled_step.loss_scale(state._replace(scale=scale))
-
-    def _differentiate(self, loss: Any, var_list: VarList, **how: Any) -> Differentiated:
-        before = self._has_scaled
-        found = super()._differentiate(loss, var_list, **how)
-        if how:  # of `minimize`, which says nothing of the next `apply`
-            self._has_scaled = before
-        return found
 
     def _is_one(self) -> bool:
         """Whether the loss scale is always 1."""

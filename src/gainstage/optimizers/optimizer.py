@@ -561,9 +561,9 @@ class Optimizer(Configurable, Arguments, Saved):
 
     def _differentiate(self, loss: Any, var_list: VarList, **how: Any) -> Differentiated:
         scale, conventions = self._loss_scale(), self._conventions
-        if callable(loss):
+        if callable(loss) and scale is not None:
             loss = called_at(loss, lambda: scale)
-        found = differentiate(loss, var_list, self.scale_loss, sums=conventions.sums_losses, **how)
+        found = differentiate(loss, var_list, scale, sums=conventions.sums_losses, **how)
         if conventions.unscaled and scale is not None:
             return found._replace(grads=gradients.unscale(found.grads, scale))
         return found

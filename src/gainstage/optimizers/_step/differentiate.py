@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from gainstage._base.arrays import buffers
 from gainstage._base.checks import brief
 from gainstage._programs import jaxprs
-from gainstage._scaling.gradients import upcast
+from gainstage._scaling import gradients
 from gainstage._variables.arguments import variables_in
 from gainstage._variables.bridge import assign, functionalize, read, recorded
 from gainstage._variables.reads import linearized_by_reads
@@ -59,7 +59,7 @@ class Differentiated(NamedTuple):
 def differentiate(
     loss: Callable[[], Any],
     var_list: VarList,
-    scale_loss: Callable[[Any], Any],
+    scale: jax.Array | None,
     has_aux: bool = False,
     may_assign: bool = False,
     sums: bool = False,
@@ -71,7 +71,7 @@ def differentiate(
         loss: a function of no argument that returns the loss; it is called once.
         var_list: the variables to differentiate with respect to, or a callable that returns them,
             which is called after the loss, or `ALL_READ`.
-        scale_loss: the function that multiplies the loss by the scale.
+        scale: the scale of the loss; None for no scaling.
         has_aux: whether `loss` returns (loss, aux).
         may_assign: whether the loss may assign other variables; here they keep their values.
         sums: whether a loss that is not a scalar is summed.
@@ -92,7 +92,7 @@ def differentiate(
         return value, (value, aux, new)
 
     def scaled(result: tuple[jax.Array, tuple[Any, ...]]) -> tuple[jax.Array, tuple[Any, ...]]:
-        return scale_loss(result[0]), result[1]
+        return result[0] if scale is None else gradients.scaled(result[0], scale), result[1]
 
     assigned: list[Variable] = []
     try:
@@ -106,7 +106,9 @@ def differentiate(
         else:
             variables = read_by_loss = variables_in(var_list, "var_list")
             check_floating(variables)
-            given = functionalize(lambda: scaled(called(_values_of(variables))), variables)
+            given = functionalize(
+                lambda: scaled(called({v: v._value for v in variables})), variables
+            )
             scalar, linear, more = jax.linearize(
                 lambda v: given(v)[0], read(variables), has_aux=True
             )
@@ -139,10 +141,6 @@ def differentiate(
     return Differentiated(grads, variables, value, aux, dict(zip(assigned, new, strict=True)))
 
 
-def _values_of(variables: Iterable[Variable]) -> dict[Variable, Any]:
-    return {variable: variable._value for variable in variables}
-
-
 def array_of_loss(value: Any, sums: bool = True) -> jax.Array:
     """What a loss has returned as an array; raises a TypeError if it is none."""
     several = isinstance(value, tuple) and not sums
@@ -161,7 +159,7 @@ def _checked_loss(value: Any, sums: bool) -> jax.Array:
         raise ValueError(f"Expected loss() to be a scalar; got shape {value.shape}.")
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"Expected loss() to be floating; got dtype {value.dtype}.")
-    return upcast(value)
+    return gradients.upcast(value)
 
 
 def _with_aux(result: object) -> tuple[Any, Any]:
