@@ -4,8 +4,10 @@
 # pyright: reportIncompatibleMethodOverride=false
 # mypy: disable-error-code="override, misc"
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ from gainstage._variables.types import Rate, Scalar
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._step.conventions import Conventions
 from gainstage.optimizers._step.differentiate import VarList
-from gainstage.optimizers._step.options import Setting, check_option
+from gainstage.optimizers._step.options import Setting, check_options
 from gainstage.optimizers._step.slots import Initializer
 from gainstage.optimizers.optimizer import Optimizer
 
@@ -57,7 +59,7 @@ class GradientsClipOption:
     global_clipnorm: float | None = None
 
     def __post_init__(self) -> None:
-        _check_all(self)
+        check_options(vars(self))
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments."""
@@ -85,7 +87,7 @@ class EMAOption:
     ema_overwrite_frequency: int | None = 100
 
     def __post_init__(self) -> None:
-        _check_all(self)
+        check_options(vars(self))
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments."""
@@ -96,12 +98,24 @@ def _slot_name_before_variable(owner: str, variable: str, slot: str, place: int)
     return f"{owner}/{slot}/{variable}"
 
 
+# The optimizer that takes a step, which asks for its own rate, and that; None while it is computed.
+_STEP: ContextVar[tuple[Any, jax.Array | None]] = ContextVar("a step", default=(None, None))
+
+
+@contextlib.contextmanager
+def _step_of(optimizer: Optimizer, rate: jax.Array | None) -> Iterator[None]:
+    token = _STEP.set((optimizer, rate))
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
 class _MeshOptimizer(Optimizer):
     """The base of the DTensor optimizers: option objects, and `update_step` of two arguments."""
 
     _is_base = True
     _conventions = Conventions(_slot_name_before_variable, passes_rate=False, sums_losses=True)
-    _steps_ago = 1  # `learning_rate` is that of the last step, except while a step asks for its own
 
     def __init__(
         self,
@@ -130,7 +144,6 @@ class _MeshOptimizer(Optimizer):
                 options[key] = setting
         self._given |= options.keys()
         super().__init__(*args, jit_compile=jit_compile, name=name, mesh=mesh, **options)
-        self._step_rate: jax.Array | None = None
 
     @property
     def gradients_clip_option(self) -> None:
@@ -154,10 +167,11 @@ class _MeshOptimizer(Optimizer):
     def learning_rate(self) -> Any:
         """The rate of the last step; before any, that of the first. Inside `update_step`, the rate
         of the step."""
-        if self._step_rate is None or self._store.has_own_rate:  # which starts from the optimizer's
-            wrapped = self._store.outer is not None  # it asks for the rate of its step here
-            return self._store.rate_now(0 if wrapped else self._steps_ago)
-        return self._step_rate
+        store, (optimizer, rate) = self._store, _STEP.get()
+        if optimizer is not self:
+            return store.rate_now(0 if store.outer else 1)  # a wrapper has that of its last step
+        # A subclass's own property starts from the optimizer's.
+        return store.rate_now() if rate is None or store.has_own_rate else rate
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: Rate) -> None:
@@ -200,22 +214,17 @@ class _MeshOptimizer(Optimizer):
             gradient: the unscaled, clipped gradient, in float32 or wider.
             variable: the variable. `self.learning_rate` is the rate of the step.
         """
-        rate = self.learning_rate if self._step_rate is None else self._step_rate
+        optimizer, rate = _STEP.get()
+        rate = rate if optimizer is self and rate is not None else self.learning_rate
         super().update_step(gradient, variable, rate)
 
     def _update(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:
-        self._step_rate, self._steps_ago = rate, 0
-        try:
+        with _step_of(self, rate):
             super()._update(grads, rate, loss)
-        finally:
-            self._step_rate, self._steps_ago = None, 1
 
     def _rate_of_step(self) -> jax.Array | None:
-        self._steps_ago = 0
-        try:
+        with _step_of(self, None):
             return super()._rate_of_step()
-        finally:
-            self._steps_ago = 1
 
     def compute_gradients(
         self, loss: Callable[[], Any], var_list: VarList, tape: object = None
@@ -343,9 +352,3 @@ def _settings(argument: str, cls: type, value: object) -> dict[str, Any]:
     if not isinstance(value, cls):
         raise TypeError(f"Expected a {cls.__name__} for {argument}; got {value!r}.")
     return {key: setting for key, setting in vars(value).items() if setting is not None}
-
-
-def _check_all(option: object) -> None:
-    checked: dict[str, Any] = {}
-    for name, value in vars(option).items():
-        checked[name] = check_option(name, value, checked)

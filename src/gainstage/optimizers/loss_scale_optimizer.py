@@ -20,9 +20,9 @@ from gainstage.optimizers._step import saving
 from gainstage.optimizers._step.differentiate import VarList
 from gainstage.optimizers._step.options import (
     OPTIONS,
-    Fixed,
+    Setting,
     WrapperOptions,
-    check_option,
+    check_options,
     ignore_decay,
 )
 from gainstage.optimizers._step.retries import take_with_retries
@@ -96,8 +96,8 @@ class LossScaleOptimizer(Optimizer):
     arXiv:1710.03740.
     """
 
-    telemetry: Fixed[bool] = Fixed()
-    underflow_every: Fixed[int | None] = Fixed()
+    telemetry: Setting[bool] = Setting(fixed=True)
+    underflow_every: Setting[int | None] = Setting(fixed=True)
     _told_of_retries = False  # that they have no effect
     _has_scaled = False  # whether a loss was multiplied by the scale, or a program reads it
     _was_read = False  # whether it was read since the last `apply`, perhaps to multiply by it
@@ -126,10 +126,7 @@ class LossScaleOptimizer(Optimizer):
         mesh = store.mesh if mesh is None else mesh
         self._set_arguments({"name": name, "jit_compile": jit_compile, "mesh": mesh})
         self.telemetry, self.underflow_every = check_telemetry(telemetry, underflow_every)
-        checked: dict[str, Any] = {}
-        for option, value in options.items():
-            if value is not None:
-                checked[option] = check_option(option, value, checked)
+        checked = check_options({k: v for k, v in options.items() if v is not None})
         scaled_step = ScaledStep(rule, self.telemetry, self.underflow_every, conventions.unscaled)
         self._scale_store = LossScaleStore(self.name, checked, scaled_step, self.mesh, conventions)
         self._initial_scale = checks.shortest(self._scale_store.state.rule_state.scale.numpy())
@@ -204,7 +201,7 @@ class LossScaleOptimizer(Optimizer):
     @property
     def dynamic(self) -> bool:
         """Whether the scale can change."""
-        return not isinstance(self.rule, FixedLossScale)
+        return not isinstance(self._rule, FixedLossScale)
 
     @property
     def dynamic_growth_steps(self) -> int | None:
@@ -363,8 +360,9 @@ class LossScaleOptimizer(Optimizer):
     def variables(self) -> list[Variable]:
         """All state: step counter, scale, the rest of the rule's state, telemetry, then that of the
         inner optimizer."""
-        scale = self._scale_store.state.rule_state.scale
-        first = {v: None for v in (self.step_counter, scale) if v is not None}
+        rule_state = self._scale_store.state.rule_state
+        documented = getattr(rule_state, "good_steps", None), rule_state.scale
+        first = {v: None for v in documented if v is not None}
         rest = [v for v in jax.tree.leaves(self._scale_store.state) if v not in first]
         return [*first, *rest, *self._slots.all, *self._store.variables]
 
@@ -394,10 +392,10 @@ class LossScaleOptimizer(Optimizer):
 
     def build(self, var_list: Sequence[Variable]) -> None:
         """Builds the inner optimizer for these variables."""
-        check_one_scale(self.inner_optimizer, var_list)
+        check_one_scale(self._inner, var_list)
         self._slots.start_build()
         built = self.built
-        self.inner_optimizer.build(var_list)
+        self._inner.build(var_list)
         if not built:
             replicate(self.name, self.mesh, self._slots.all, list(self._store.index))
 
@@ -415,19 +413,19 @@ class LossScaleOptimizer(Optimizer):
         var_names: Iterable[str] | None = None,
     ) -> None:
         """Excludes variables from the inner optimizer's weight decay."""
-        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+        self._inner.exclude_from_weight_decay(var_list, var_names)
 
     def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
         """Ends the inner optimizer's training: with `use_ema`, sets variables to their averages."""
-        self.inner_optimizer.finalize_variable_values(var_list)
+        self._inner.finalize_variable_values(var_list)
 
     def get_slot_names(self) -> list[str]:
         """The names of the inner optimizer's slots."""
-        return self.inner_optimizer.get_slot_names()
+        return self._inner.get_slot_names()
 
     def get_slot(self, var: Variable, slot_name: str) -> Variable:
         """Returns the inner optimizer's slot of a variable."""
-        return self.inner_optimizer.get_slot(var, slot_name)
+        return self._inner.get_slot(var, slot_name)
 
     def __repr__(self) -> str:
         scale = saving.shown(self._scale_store.state.rule_state.scale)
@@ -445,7 +443,7 @@ class LossScaleOptimizer(Optimizer):
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments; each option is with the object that received it."""
         options = dict(self._scale_store.options)
-        inner = serialize(self.inner_optimizer)
+        inner = serialize(self._inner)
         inner["config"] = {k: v for k, v in inner["config"].items() if k not in options}
         if options.get("weight_decay", 0) is None:  # off, whatever the inner optimizer's default
             options["weight_decay"] = 0.0

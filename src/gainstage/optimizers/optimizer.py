@@ -145,14 +145,16 @@ class Optimizer(Configurable, Arguments, Saved):
             raise checks.InvalidArgumentError(message) from None
         bound.apply_defaults()
         self._set_arguments(bound.arguments)
-        has_own_rate, step = overrides(self, "learning_rate"), StepOptions.checked(bound.arguments)
+        values = {name: bound.arguments[name] for name in all_options.OPTIONS}
+        step = StepOptions(all_options.check_options(values))
+        has_own_rate = overrides(self, "learning_rate")
         self._slots = Slots(self.name, self._conventions.slot_name, self.shard_state_over)
         self._store = Store(
             self.name, learning_rate, bool(has_own_rate), step, self.mesh, self._slots
         )
         if self.mesh is not None:
             replicate(self.name, self.mesh, self._store.variables, [])
-        self._undecayed = Undecayed()
+        self._undecayed: Undecayed | None = None
 
     def _set_arguments(self, given: Mapping[str, Any]) -> None:
         """Sets the attributes that are not options of a step."""
@@ -413,7 +415,18 @@ class Optimizer(Configurable, Arguments, Saved):
 
     def _get_variable_index(self, variable: Variable) -> int:
         """The index of a variable in the list that the optimizer was built with."""
-        return self._store.place_of(variable, self.name)
+        index = self._store.index
+        if variable not in index:
+            names = [v.name for v in index]
+            name = getattr(variable, "name", variable)
+            again = " It is another variable of that name." if name in names else ""
+            raise ValueError(
+                f"Expected variables that {self.name!r} was built with, {brief(names)}; "
+                f"got {name!r}.{again} Call `build` with all variables before the first step, or "
+                f"create a new optimizer. A copied or unpickled one trains copies, its "
+                f"`trainable_variables`: assign to these."
+            )
+        return index[variable]
 
     def exclude_from_weight_decay(
         self,
@@ -433,9 +446,6 @@ class Optimizer(Configurable, Arguments, Saved):
         if self.built:
             raise ValueError("Expected exclude_from_weight_decay to be called before build.")
         self._undecayed = Undecayed(var_list, var_names)
-
-    def _decays(self, variable: Variable) -> bool:
-        return variable not in self._undecayed
 
     # ── its verbs ────────────────────────────────────────────────────────────────────────────
 
@@ -765,7 +775,7 @@ class Optimizer(Configurable, Arguments, Saved):
         self._built_variables("finalize_variable_values")
         var_list = variables_in(var_list, "var_list")
         places = [(variable, self._get_variable_index(variable)) for variable in var_list]
-        started = store.has_average()
+        started = store.steps.value() > 0
         values = [jnp.where(started, store.averages[i].value(), v.value()) for v, i in places]
         assign([variable for variable, _ in places], values)
 
@@ -806,14 +816,15 @@ class Optimizer(Configurable, Arguments, Saved):
     def _make_step(self, loss: jax.Array | None = None) -> OptimizerStep:
         """The step for the current options and variables."""
         store, options = self._store, self._store.options
-        decay = options.weight_decay
+        undecayed: Undecayed | Sequence[Variable] = self._undecayed or ()
+        decays = options.weight_decay is not None
         return OptimizerStep(
             options=options,
             update=lambda grads, rate: self._update(grads, rate, loss),
             rate=store.rate,
             variables=store.state,
             shardings=store.shardings,
-            decays=[decay is not None and self._decays(v) for v in store.index],
+            decays=[decays and variable not in undecayed for variable in store.index],
         )
 
     def _update(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:

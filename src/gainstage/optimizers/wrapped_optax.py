@@ -89,7 +89,8 @@ class Optax(Optimizer):
 
     def build(self, var_list: Sequence[Variable]) -> None:
         if self._undecayed and self._store.options.weight_decay is None:
-            mask = [variable not in self._undecayed for variable in var_list]
+            undecayed = self._undecayed
+            mask = [variable not in undecayed for variable in var_list]
             raise ValueError(
                 f"Expected a weight_decay of {self.name!r} for exclude_from_weight_decay, which "
                 f"does not reach the decay of its tx. Write the mask there, a list in the order of "

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, TypeVar, overload
+from typing import Any, Generic, Self, TypedDict, TypeVar, overload
 
 from jax.sharding import Mesh
 
@@ -50,8 +50,25 @@ class Option(Generic[T]):
         optimizer._set_option(self._name, value)
 
 
-class Fixed(Option[T]):
-    """An attribute that only the constructor sets, and that is not an option of a step."""
+@dataclasses.dataclass(eq=False)
+class Setting(Generic[T]):
+    """An attribute that is checked where it is set, by the constructor or later.
+
+    Args:
+        default, check, ours: as for an `Option`.
+        fixed: whether only the constructor sets it.
+        needs_state: `(old, new) -> bool`: whether a change needs other state than `build` created.
+    """
+
+    default: Any = None
+    check: Callable[[str, Any], Any] = lambda _, value: value
+    _: dataclasses.KW_ONLY
+    ours: bool = False
+    fixed: bool = False
+    needs_state: Callable[[Any, Any], bool] = lambda old, new: False
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
 
     @overload
     def __get__(self, optimizer: None, owner: type) -> Self: ...
@@ -67,38 +84,13 @@ class Fixed(Option[T]):
             raise AttributeError(f"{name!r} object has no attribute {self._name!r}")
         return vars(optimizer)[self._name]
 
-    def __set__(self, optimizer: object, value: T) -> None:
-        if self._name in vars(optimizer):
-            raise AttributeError(f"`{self._name}` can be set only in the constructor.")
-        vars(optimizer)[self._name] = self.check(self._name, value)
-
-
-@dataclasses.dataclass(eq=False)
-class Setting(Generic[T]):
-    """An attribute that is checked where it is set, by the constructor or later.
-
-    Args:
-        default, check, ours: as for an `Option`.
-        needs_state: `(old, new) -> bool`: whether a change needs other state than `build` created.
-    """
-
-    default: Any = None
-    check: Callable[[str, Any], Any] = lambda _, value: value
-    _: dataclasses.KW_ONLY
-    ours: bool = False
-    needs_state: Callable[[Any, Any], bool] = lambda old, new: False
-
-    if TYPE_CHECKING:  # at run time the optimizer itself holds the value
-
-        def __get__(self, optimizer: object, owner: type | None = None) -> T: ...
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
     def __set__(self, optimizer: Any, value: T) -> None:
-        held, value = vars(optimizer), self.check(self._name, value)
-        set_later = self._name in held and optimizer.built
-        if set_later and self.needs_state(held[self._name], value):
+        held = vars(optimizer)
+        is_set = self._name in held
+        if self.fixed and is_set:
+            raise AttributeError(f"`{self._name}` can be set only in the constructor.")
+        value = self.check(self._name, value)
+        if is_set and optimizer.built and self.needs_state(held[self._name], value):
             raise ValueError(
                 f"Expected {self._name} to be set before {optimizer.name!r} is built, because "
                 f"`build` creates its state; got {value!r}. Create a new optimizer."
@@ -162,10 +154,10 @@ class Arguments(Options):
 
     name: Setting[str] = Setting(None, _name)
     jit_compile: Setting[bool] = Setting(True, checks.flag, ours=True)
-    mesh: Fixed[Mesh | None] = Fixed(None, _mesh, ours=True)
-    master_weights: Fixed[bool] = Fixed(False, checks.flag, ours=True)
-    shard_state_over: Fixed[tuple[str, ...]] = Fixed(
-        None, lambda _, axes: axis_names(axes), ours=True
+    mesh: Setting[Mesh | None] = Setting(None, _mesh, ours=True, fixed=True)
+    master_weights: Setting[bool] = Setting(False, checks.flag, ours=True, fixed=True)
+    shard_state_over: Setting[tuple[str, ...]] = Setting(
+        None, lambda _, axes: axis_names(axes), ours=True, fixed=True
     )
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -199,8 +191,8 @@ class OptimizerOptions(WrapperOptions, total=False):
 
 
 OPTIONS: dict[str, Option[Any]] = {n: o for n, o in vars(Options).items() if isinstance(o, Option)}
-ARGUMENTS: dict[str, Fixed[Any] | Setting[Any]] = {
-    name: row for name, row in vars(Arguments).items() if isinstance(row, (Fixed, Setting))
+ARGUMENTS: dict[str, Setting[Any]] = {
+    name: row for name, row in vars(Arguments).items() if isinstance(row, Setting)
 }
 DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
 PARAMETERS = [
@@ -253,3 +245,11 @@ def check_option(name: str, value: object, others: Mapping[str, Any]) -> Any:
             f"got {clash[0]}={others[clash[0]]!r} and {name}={value!r}."
         )
     return OPTIONS[name].check(name, value)
+
+
+def check_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Checks several options, by name, and returns their values."""
+    checked: dict[str, Any] = {}
+    for name, value in values.items():
+        checked[name] = check_option(name, value, checked)
+    return checked

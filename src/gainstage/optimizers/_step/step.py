@@ -20,23 +20,15 @@ from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState, run_if
 from gainstage._variables.bridge import bound, read
 from gainstage._variables.types import Rate
 from gainstage._variables.variable import Variable, is_tracing, placed
-from gainstage.optimizers._step.options import CLIPS, DEFAULTS, OPTIONS, Options, check_option
+from gainstage.optimizers._step.options import CLIPS, DEFAULTS, Options
 from gainstage.optimizers.schedules import LearningRateSchedule
 
 
 class StepOptions(Options):
-    """The values of the options of a step; each is checked by `check_option`."""
+    """The values of the options of a step; each is checked."""
 
     def __init__(self, values: Mapping[str, Any]):
         vars(self).update(values)
-
-    @classmethod
-    def checked(cls, given: Mapping[str, Any]) -> "StepOptions":
-        """Selects and checks the options among a caller's arguments."""
-        values: dict[str, Any] = {}
-        for name in OPTIONS:
-            values[name] = check_option(name, given[name], values)
-        return cls(values)
 
     @property
     def clip(self) -> gradients.Clip | None:

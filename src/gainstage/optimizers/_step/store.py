@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from gainstage._base import checks
 from gainstage._base.arrays import Devices, with_devices
-from gainstage._base.checks import brief
 from gainstage._base.warn import warn
 from gainstage._scaling import gradients
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
@@ -222,24 +221,6 @@ class Store:
 
         return Computed(f"{self.owner}/learning_rate", compute, set_by)
 
-    def place_of(self, variable: Variable, owner: str) -> int:
-        """The index of a trainable variable; raises a ValueError that names `owner` if unknown."""
-        if variable not in self.index:
-            names = [v.name for v in self.index]
-            name = getattr(variable, "name", variable)
-            again = " It is another variable of that name." if name in names else ""
-            raise ValueError(
-                f"Expected variables that {owner!r} was built with, {brief(names)}; "
-                f"got {name!r}.{again} Call `build` with all variables before the first step, or "
-                f"create a new optimizer. A copied or unpickled one trains copies, its "
-                f"`trainable_variables`: assign to these."
-            )
-        return self.index[variable]
-
-    def has_average(self) -> jax.Array:
-        """Whether any step has updated the moving averages."""
-        return self.steps.value() > 0
-
     @property
     def state(self) -> StepState:
         """The variables, as a `StepState`."""
@@ -265,7 +246,7 @@ class Store:
         self,
         variables: Sequence[Variable],
         master_weights: bool,
-        undecayed: Undecayed,
+        undecayed: Undecayed | None,
     ) -> None:
         """Creates all state for these variables."""
         check_floating(variables)
@@ -279,7 +260,7 @@ class Store:
         if self.has_own_count and options.gradient_accumulation_steps:
             raise ValueError(COUNT_OF_MICROBATCHES)
         half = [v for v in variables if v.dtype != gradients.float32_or_wider(v.dtype)]
-        if options.weight_decay:
+        if options.weight_decay and undecayed is not None:
             undecayed.check(self.owner, variables)
         if half and not master_weights and not half[0]._is_planned:
             warn(
