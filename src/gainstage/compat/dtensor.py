@@ -218,9 +218,9 @@ class _MeshOptimizer(Optimizer):
         rate = rate if optimizer is self and rate is not None else self.learning_rate
         super().update_step(gradient, variable, rate)
 
-    def _update(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:
+    def _update_weights(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:
         with _step_of(self, rate):
-            super()._update(grads, rate, loss)
+            super()._update_weights(grads, rate, loss)
 
     def _rate_of_step(self) -> jax.Array | None:
         with _step_of(self, None):

@@ -336,8 +336,8 @@ class _AdamOfChangingBetas(_Adam):
         self.assign_add(v, (jnp.square(gradient) - v) * (1 - self.beta_2))
         self.assign_sub(variable, rate * m / (jnp.sqrt(v.value()) + self.epsilon))
 
-    def _update(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:
-        super()._update(grads, rate, loss)
+    def _update_weights(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:
+        super()._update_weights(grads, rate, loss)
         for power, number in zip(self.powers, (self.beta_1, self.beta_2), strict=True):
             self.assign(power, power * number)
 

@@ -1,5 +1,6 @@
 """Loss scaling around any optimizer: scale the loss, skip overflowed steps, adapt the scale."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -310,15 +311,11 @@ class LossScaleOptimizer(Optimizer):
             raise ValueError(NOT_IN_STATE.format(name=self.name)) from error
         return scaled_step.loss_scale(state._replace(scale=scale))
 
-    def _is_one(self) -> bool:
-        """Whether the loss scale is always 1."""
-        factor = self._store.options.loss_scale_factor
-        return self._rule == FixedLossScale(1.0) and factor is None
-
     def _check_scaled(self) -> None:
         was_read, self._was_read = self._was_read, False
-        scaled = was_read or self._has_scaled
-        if not (scaled or self._conventions.unscaled or self._is_one()):
+        factor = self._store.options.loss_scale_factor
+        is_one = self._rule == FixedLossScale(1.0) and factor is None
+        if not (was_read or self._has_scaled or self._conventions.unscaled or is_one):
             self._has_scaled = True  # warn once
             warn(NEVER_SCALED.format(name=self.name))
 
@@ -380,7 +377,9 @@ class LossScaleOptimizer(Optimizer):
             raise AttributeError(f"Expected {name} to be set on the inner optimizer.")
         if name == "dynamic_growth_steps" and not self._conventions.unscaled:
             self._rule = with_number(self._rule, name, value)
-            self._scale_store.set_rule(self._rule)
+            self._scale_store.scaled_step = dataclasses.replace(
+                self._scale_store.scaled_step, rule=self._rule
+            )
             self._store.changed()
             return
         if name in ("initial_scale", "dynamic_growth_steps", "rule", "inner_optimizer"):
@@ -405,7 +404,7 @@ class LossScaleOptimizer(Optimizer):
         """Applies the inner optimizer's update to one variable, with an unscaled gradient."""
         grads: Gradients = [None] * len(self._store.index)
         grads[self._get_variable_index(variable)] = Gradient(gradient)
-        self._inner._update(grads, learning_rate, None)
+        self._inner._update_weights(grads, learning_rate, None)
 
     def exclude_from_weight_decay(
         self,

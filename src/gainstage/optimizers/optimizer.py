@@ -530,7 +530,7 @@ class Optimizer(Configurable, Arguments, Saved):
         if overrides(self, "apply_gradients") or overrides(self, "apply"):
             decisions = self._taken_by_override(found)
         else:
-            decisions = [self._step(found.grads, found.variables, found.loss, None)]
+            decisions = [self._run_step(found.grads, found.variables, found.loss, None)]
         conditions = found.assign(decisions)
         return (found.loss, found.aux) if has_aux else found.loss, conditions, found
 
@@ -626,13 +626,13 @@ class Optimizer(Configurable, Arguments, Saved):
         minimized = self._minimized()
         if minimized is None:
             self._check_scaled()
-            self._step(grads, trainable_variables, loss, apply_if)
+            self._run_step(grads, trainable_variables, loss, apply_if)
         else:
             loss = minimized.loss if loss is None else loss
-            applied = self._step(grads, trainable_variables, loss, apply_if)
+            applied = self._run_step(grads, trainable_variables, loss, apply_if)
             minimized.decisions.append(applied)
 
-    def _step(
+    def _run_step(
         self,
         grads: list[Any],
         trainable_variables: Iterable[Variable] | None,
@@ -820,14 +820,14 @@ class Optimizer(Configurable, Arguments, Saved):
         decays = options.weight_decay is not None
         return OptimizerStep(
             options=options,
-            update=lambda grads, rate: self._update(grads, rate, loss),
+            update=lambda grads, rate: self._update_weights(grads, rate, loss),
             rate=store.rate,
             variables=store.state,
             shardings=store.shardings,
             decays=[decays and variable not in undecayed for variable in store.index],
         )
 
-    def _update(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:
+    def _update_weights(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:
         """Updates the bound variables: calls `update_step` for each that has a gradient."""
         step: Callable[..., object] = self.update_step
         more = (rate,) if self._conventions.passes_rate else ()

@@ -189,7 +189,7 @@ class Optax(Optimizer):
             f"loss, as 'value'. Use gainstage.loss_scaled(tx): it passes all arguments."
         )
 
-    def _update(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:
+    def _update_weights(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:
         values = [variable.value() for variable in self._store.index]
         pairs = zip(grads, values, strict=True)
         given = [jnp.zeros_like(v) if g is None else g.value() for g, v in pairs]

@@ -1,6 +1,5 @@
 """The store of an optimizer: all that its step reads and changes, and its options."""
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ from gainstage.optimizers._step.differentiate import check_floating
 from gainstage.optimizers._step.slots import Slots
 from gainstage.optimizers._step.step import LearningRate, StepOptions, StepState
 from gainstage.optimizers._step.undecayed import Undecayed
-from gainstage.rules.loss_scale import LossScale, start
+from gainstage.rules.loss_scale import start
 
 
 class Computed(Variable):
@@ -77,10 +76,6 @@ class LossScaleStore:
         self.mesh, self.conventions = mesh, conventions
         rule_state = variables_like(start(scaled_step.rule), owner, conventions.scale_names)
         self.state = ScaledStepState(rule_state)
-
-    def set_rule(self, rule: LossScale) -> None:
-        """Sets a rule whose state has the same variables."""
-        self.scaled_step = dataclasses.replace(self.scaled_step, rule=rule)
 
     def share(self, rule_state: Any) -> None:
         """Shares the rule's state with another object, which holds these variables."""
