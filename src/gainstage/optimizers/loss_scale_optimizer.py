@@ -135,7 +135,7 @@ class LossScaleOptimizer(Optimizer):
             replicate(self.name, self.mesh, jax.tree.leaves(self._scale_store.state), [])
         if store.index:
             check_one_scale(inner_optimizer, list(store.index))
-            options_in_force = store.own.replaced(checked)
+            options_in_force = store.base_options.replaced(checked)
             self._scale_store.build(options_in_force, list(store.index), store.averages)
         self._store = store
         self._slots = Slots(self.name, conventions.slot_name, store.slots.shard_over)

@@ -181,7 +181,7 @@ class Optimizer(Configurable, Arguments, Saved):
     # ── options ──────────────────────────────────────────────────────────────────────────────
 
     def _get_option(self, name: str) -> Any:
-        return getattr(self._store.own, name)
+        return getattr(self._store.base_options, name)
 
     def _set_option(self, name: str, value: object) -> None:
         store = self._store
@@ -193,7 +193,7 @@ class Optimizer(Configurable, Arguments, Saved):
                 f"{outer.options[name]!r}; got {value!r} on {self.name!r}."
             )
         (self._given.discard if value is None else self._given.add)(name)
-        store.own = store.own.replaced({name: value})
+        store.base_options = store.base_options.replaced({name: value})
         store.changed()
 
     def _checked_option(self, name: str, value: Any) -> Any:
@@ -522,24 +522,25 @@ class Optimizer(Configurable, Arguments, Saved):
     ) -> tuple[Any, list[Any], Differentiated]:
         """Takes a step; returns what `minimize` does, bools of which all are True if the step was
         applied, and the gradients."""
-        found = self._differentiate(
+        derivative = self._differentiate(
             loss, var_list, has_aux=has_aux, may_assign=True, among=self._store.index or None
         )
-        if not found.variables:
+        grads, variables, true_loss, aux, _ = derivative
+        if not variables:
             raise ValueError("Expected at least one variable in var_list; got none.")
         if overrides(self, "apply_gradients") or overrides(self, "apply"):
-            decisions = self._taken_by_override(found)
+            decisions = self._taken_by_override(derivative)
         else:
-            decisions = [self._run_step(found.grads, found.variables, found.loss, None)]
-        conditions = found.assign(decisions)
-        return (found.loss, found.aux) if has_aux else found.loss, conditions, found
+            decisions = [self._run_step(grads, variables, true_loss, None)]
+        conditions = derivative.assign(decisions)
+        return (true_loss, aux) if has_aux else true_loss, conditions, derivative
 
-    def _taken_by_override(self, found: Differentiated) -> list[Any]:
+    def _taken_by_override(self, derivative: Differentiated) -> list[Any]:
         """Lets the user's class take the step; returns whether each of its steps was applied."""
         decisions: list[Any] = []
-        token = _MINIMIZED.set(_Minimized(self, found.loss, decisions))
+        token = _MINIMIZED.set(_Minimized(self, derivative.loss, decisions))
         try:
-            self.apply_gradients(list(zip(found.grads, found.variables, strict=True)))
+            self.apply_gradients(list(zip(derivative.grads, derivative.variables, strict=True)))
         finally:
             _MINIMIZED.reset(token)
         return decisions
@@ -566,17 +567,19 @@ class Optimizer(Configurable, Arguments, Saved):
             TypeError: `loss` is not callable, or does not return a floating number.
             ValueError: `loss` does not return a scalar.
         """
-        found = self._differentiate(loss, var_list)
-        return list(zip(found.grads, found.variables, strict=True))
+        derivative = self._differentiate(loss, var_list)
+        return list(zip(derivative.grads, derivative.variables, strict=True))
 
     def _differentiate(self, loss: Any, var_list: VarList, **how: Any) -> Differentiated:
+        """Differentiates the scaled loss: the gradients are those that a step expects."""
         scale, conventions = self._loss_scale(), self._conventions
         if callable(loss) and scale is not None:
             loss = called_at(loss, lambda: scale)
-        found = differentiate(loss, var_list, scale, sums=conventions.sums_losses, **how)
+        sums = conventions.sums_losses
+        derivative = differentiate(loss, var_list, scale, sums=sums, **how)
         if conventions.unscaled and scale is not None:
-            return found._replace(grads=gradients.unscale(found.grads, scale))
-        return found
+            return derivative._replace(grads=gradients.unscale(derivative.grads, scale))
+        return derivative
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> Variable:
         """Takes a step on (gradient, variable) pairs, and returns `iterations`."""

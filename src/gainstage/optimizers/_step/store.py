@@ -121,7 +121,7 @@ class Store:
         mesh: Mesh | None,
         slots: Slots,
     ):
-        self.owner, self.own, self.mesh = owner, options, mesh
+        self.owner, self.base_options, self.mesh = owner, options, mesh
         self.has_own_rate = has_own_rate  # whether a subclass overrides `learning_rate`
         self.version = 0  # of the constants of a compiled step
         # A program that steps with this count has the options as constants: see `bridge.jit`.
@@ -180,9 +180,9 @@ class Store:
 
     @property
     def options(self) -> StepOptions:
-        """The options in force: those of the wrapper replace the optimizer's own."""
-        outer = self.outer
-        return self.own.replaced(outer.options) if outer and outer.options else self.own
+        """The options in force: the base options, some replaced by those of the wrapper."""
+        base, outer = self.base_options, self.outer
+        return base.replaced(outer.options) if outer and outer.options else base
 
     def set_rate(self, learning_rate: Rate) -> None:
         """Sets the learning rate. A number can be set only where the rate is stored in a variable,
