@@ -184,3 +184,17 @@ def test_two_optimizers_of_one_loss_are_one_multi_transform():
             # moves a weight by 2**-11 of a learning rate of 0.05.
             np.testing.assert_allclose(one, other, rtol=0, atol=5e-5)
     assert skipped >= 20
+
+
+def test_update_step_of_a_wrapper_updates_one_variable():
+    """`update_step` of a `LossScaleOptimizer` gives the transformation one gradient, and leaves the
+    other variables and their moments alone."""
+    a, b = Variable([1.0, 2.0]), Variable([3.0])
+    opt = LossScaleOptimizer(from_optax(optax.trace(0.5)), 8.0)
+    opt.build([a, b])
+    for expected in ([2.0, 3.0], [3.5, 4.5]):
+        opt.update_step(jnp.ones(2), a, jnp.float32(1.0))
+        assert a.tolist() == expected
+    assert b.tolist() == [3.0]
+    with pytest.raises(ValueError, match="Expected variables that"):
+        opt.update_step(jnp.ones(1), Variable([0.0]), jnp.float32(1.0))
