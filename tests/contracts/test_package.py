@@ -49,7 +49,7 @@ BY_NAME = {
     "_xray/from_file.py": "the module of the user that a command names",
     "_advise.py": USER_HAS,
     "_base/warn.py": "the user's line, for a warning",
-    "interop/keras_loss_scale.py": "what Keras's trainer has computed, and does not pass on",
+    "interop/keras_statistics.py": "what Keras's trainer has computed, and does not pass on",
     "transforms/models.py": USER_HAS,
     "transforms/nnx_objects.py": USER_HAS,
     "transforms/train_state.py": USER_HAS,

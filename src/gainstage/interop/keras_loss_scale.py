@@ -3,7 +3,6 @@
 # Keras is not typed.
 # pyright: reportCallIssue=false
 
-import sys
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.types import PyTree
 from gainstage._variables.variable import is_inside, is_tracing
 from gainstage.interop.keras_backend import PACKAGE, keras
+from gainstage.interop.keras_statistics import warned_of_statistics
 from gainstage.optimizers._step.options import DEFAULTS, OPTIONS
 from gainstage.optimizers._step.runner import not_an_array
 from gainstage.optimizers.optimizer import Optimizer
@@ -38,12 +38,6 @@ from gainstage.rules.loss_scale import (
     with_number,
 )
 
-STATISTICS = (
-    "Keras's trainer stores statistics of skipped steps, so a batch with a NaN ruins {name!r}. "
-    "Write model = gainstage.interop.keras.compile(model, optimizer, loss), which keeps them, in "
-    "the place of model.compile; with dtype=None for a model under a policy such as mixed_float16. "
-    'To silence this warning: warnings.filterwarnings("ignore", message="Keras\'s trainer stores").'
-)
 FAR = 2.0**16  # a fall of the scale in one fit that no search explains
 CONSTANTS = (bool, int, float, str, tuple, type(None))  # the types of an optimizer's settings
 
@@ -321,7 +315,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._compiled_growth_steps = self.dynamic_growth_steps
         _warn_of_missing(known, grads)
         if not self._has_told:
-            self._has_told = _warned_of_statistics()
+            self._has_told = warned_of_statistics()
         return self._step(optimizer_variables, grads, trainable_variables)
 
     def update_step(self, gradient: ArrayLike, variable: Any, learning_rate: ArrayLike) -> None:
@@ -428,25 +422,6 @@ def _array(variable: str, gradient: Any) -> jax.Array:
         return jnp.asarray(gradient)
     except (TypeError, ValueError) as error:
         raise not_an_array(variable, gradient) from error
-
-
-def _warned_of_statistics() -> bool:
-    """Warns if `stateless_apply`, which calls this, is called by Keras's own step of `fit`, whose
-    forward pass has changed numbers of the model; returns whether it has."""
-    frame = sys._getframe(2)
-    if frame.f_code is not keras.Model.train_step.__code__:
-        return False
-    found = frame.f_locals
-    model, new = found["self"], found["non_trainable_variables"]
-    if hasattr(type(model), "_plain"):  # under autocast: it keeps them
-        return False
-    for variable, old, value in zip(
-        model.non_trainable_variables, found["state"][1], new, strict=True
-    ):
-        if value is not old and jnp.issubdtype(value.dtype, jnp.floating):
-            warn(STATISTICS.format(name=variable.path))
-            return True
-    return False
 
 
 def _warn_of_missing(variables: Sequence[Any], grads: Sequence[Any]) -> None:
