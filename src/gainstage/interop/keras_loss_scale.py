@@ -38,6 +38,8 @@ from gainstage.rules.loss_scale import (
     with_number,
 )
 
+# Whether a loss was multiplied by the scale; perhaps, if it was read since the last `apply`.
+UNSCALED, READ, SCALED = range(3)
 FAR = 2.0**16  # a fall of the scale in one fit that no search explains
 CONSTANTS = (bool, int, float, str, tuple, type(None))  # the types of an optimizer's settings
 
@@ -75,14 +77,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     Source: `keras.optimizers.LossScaleOptimizer`.
     """
 
-    _compiled: Any = None  # the program of an eager `apply`
-    _constants: Hashable = None  # the settings that it has as constants
-    _has_scaled = False  # whether a loss was multiplied by the scale
-    _was_read = False  # whether it was read since the last `apply`, perhaps to multiply by it
-    _has_told = False  # that Keras's trainer stores statistics of skipped steps
-    _is_dead = False  # whether it has told of a fit in which no step was applied
-    _applied = 0  # the steps that were applied up to the last fit
-    _begun: float | None = None  # the scale after the last fit
+    # The program of an eager `apply`, after the settings that it has as constants.
+    _program: Any = (None, None)
+    _scaled = UNSCALED  # whether a loss was multiplied by the scale
+    _told: frozenset[str] = frozenset()  # of what it has warned: "statistics", "dead"
+    # The steps that were applied up to the last fit, and the scale after it.
+    _last_fit: tuple[int, float | None] = (0, None)
     _compiled_growth_steps: int | None = None  # those of the step that `fit` has compiled
 
     def __init__(
@@ -139,8 +139,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """The current scale, a float32 scalar. During `fit` Keras keeps the state elsewhere; call
         `model.jax_state_sync()` first in a callback."""
         # A trace reads it to compute with it; one that never changes may be read once.
-        self._has_scaled |= is_inside() or isinstance(self.rule, FixedLossScale)
-        self._was_read = not is_inside()
+        multiplies = is_inside() or isinstance(self.rule, FixedLossScale)
+        self._scaled = max(self._scaled, SCALED if multiplies else READ)
         if not keras.src.backend.common.stateless_scope.in_stateless_scope():
             self._check_that_it_changes()
         elif self.built and self._has_no_value():
@@ -180,13 +180,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def scale_loss(self, loss: ArrayLike) -> jax.Array:
         """Returns the loss times the scale, in float32."""
         self._check_factor()
-        self._has_scaled = True
+        self._scaled = SCALED
         return gradients.scaled(loss, self.loss_scale)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Takes a step on gradients of `scale_loss(loss)`: one compiled program when it is called
         eagerly. Gradients may be None, and variables some of those it was built with."""
-        if self._compiled is not None:  # else `_step` is traced, and looks
+        if self._program[1] is not None:  # else `_step` is traced, and looks
             self._check_scaled()
         grads = list(grads)
         if not grads:
@@ -210,20 +210,20 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         step = self._step
         if not keras.src.backend.common.stateless_scope.in_stateless_scope():
             constants = self.rule, _settings(self.inner_optimizer)
-            if self._compiled is None or self._constants != constants:
-                self._compiled, self._constants = jax.jit(partial(step)), constants
-            step = self._compiled
+            if self._program[0] != constants:
+                self._program = constants, jax.jit(partial(step))
+            step = self._program[1]
         new = step([v.value for v in self.variables], ordered, [v.value for v in known])
         with deferred_signals():
             for variables, results in zip((known, self.variables), new, strict=True):
                 for variable, value in zip(variables, results, strict=True):
                     variable.assign(value)
-        self._was_read = False
+        self._scaled = UNSCALED if self._scaled == READ else self._scaled
 
     def _check_scaled(self) -> None:
         """Warns of gradients of a loss that cannot have been multiplied by the scale."""
-        if not (self._has_scaled or self._was_read) and self.rule != FixedLossScale(1.0):
-            self._has_scaled = True  # warn once
+        if self._scaled == UNSCALED and self.rule != FixedLossScale(1.0):
+            self._scaled = SCALED  # warn once
             warn(
                 f"`apply` of {self.name!r} divides gradients by the loss scale, but no loss was "
                 f"multiplied by it. Differentiate optimizer.scale_loss(loss), as "
@@ -314,8 +314,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             )
         self._compiled_growth_steps = self.dynamic_growth_steps
         _warn_of_missing(known, grads)
-        if not self._has_told:
-            self._has_told = warned_of_statistics()
+        if "statistics" not in self._told and warned_of_statistics():
+            self._told |= {"statistics"}
         return self._step(optimizer_variables, grads, trainable_variables)
 
     def update_step(self, gradient: ArrayLike, variable: Any, learning_rate: ArrayLike) -> None:
@@ -341,15 +341,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"Write model.compile(optimizer, ...) before the next fit."
             )
             self._compiled_growth_steps = None
-        ran = self._has_scaled
-        if self._compiled is None:  # Keras's `fit` has scaled, which says nothing of `apply`
-            self._has_scaled = self._was_read = False
+        ran = self._scaled == SCALED
+        if self._program[1] is None:  # Keras's `fit` has scaled, which says nothing of `apply`
+            self._scaled = UNSCALED
         count = self.inner_optimizer._iterations
         if self.built and count._value is None:
             return  # a fit has failed, and left no values
         if self.built:
             self._tell_if_dead(int(count.value), ran)
-            if not self._applied:
+            if not self._last_fit[0]:
                 return  # there is no average before the first step
         super().finalize_variable_values(var_list)
         if self.inner_optimizer.use_ema:
@@ -358,10 +358,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _tell_if_dead(self, applied: int, ran: bool) -> None:
         """Warns, once, at the end of a fit in which no step was applied."""
-        begun = self.initial_scale if self._begun is None else self._begun
-        before, self._applied = self._applied, applied
-        self._begun = scale = float(self.dynamic_scale.value)
-        if applied != before or self._is_dead:
+        before, begun = self._last_fit
+        scale = float(self.dynamic_scale.value)
+        self._last_fit = applied, scale
+        if applied != before or "dead" in self._told:
             return
         bad_steps = int(self._counts["bad_steps"].value) if "bad_steps" in self._counts else 0
         what = advice = ""
@@ -371,10 +371,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 advice = " A rule finds a lower scale: rule=gainstage.DynamicLossScale()."
         elif bad_steps >= DEAD:
             what = f"and {bad_steps} in a row were skipped"
-        elif scale <= max(getattr(self.rule, "min_scale", 0), begun / FAR):
+        elif scale <= max(getattr(self.rule, "min_scale", 0), (begun or self.initial_scale) / FAR):
             what = f"and the loss scale has fallen to {as_power(scale)}"
         if what:
-            self._is_dead = True
+            self._told |= {"dead"}
             warn(
                 f"No step since the last fit was applied, {what}. Look at the data, the learning "
                 f"rate and the loss; LogLossScale says in which epoch it began.{advice}"
