@@ -1,7 +1,5 @@
 """Keras's wrapper around any optimizer: it trains the rule, and reads the options, of that one."""
 
-import warnings
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -133,20 +131,6 @@ def test_a_callable_rate_is_called_in_each_step():
         rates["now"] = rate
         optimizer.apply([jnp.array([1.0])], [weight])
     assert weight.value.tolist() == [0.125]
-
-
-def test_only_a_gradient_of_none_is_told():
-    """As in Keras, a step on some of the variables is no mistake, and None in a list may be one."""
-    a, b = keras.Variable(1.0, name="a"), keras.Variable(2.0, name="b")
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0)
-    optimizer.build([a, b])
-    optimizer.scale_loss(1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.apply([jnp.float32(8.0)], [b])
-    with pytest.warns(UserWarning, match=r"Gradients do not exist for variables \['a'\]"):
-        optimizer.apply([None, jnp.float32(8.0)], [a, b])
-    assert (float(a.value), float(b.value)) == (1.0, 1.0)
 
 
 class Line(keras.optimizers.schedules.LearningRateSchedule):

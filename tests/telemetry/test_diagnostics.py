@@ -181,13 +181,8 @@ def test_a_report_from_behind_where_a_run_went_back_to_is_forgotten(tmp_path):
     assert (list(back.tensors), list(back.get("loss"))) == (["ahead"], [1.0, 2.0, 3.0])
 
 
-def test_a_file_of_something_else_is_left_alone(tmp_path):
-    """Notes are not cut off, and a whole last line without an end is kept."""
-    notes = tmp_path / "notes.txt"
-    notes.write_text("to do")
-    with pytest.raises(ValueError, match="Expected a file of JSON objects"):
-        JsonLines(notes)
-    assert notes.read_text() == "to do"
+def test_a_whole_last_line_without_an_end_is_kept(tmp_path):
+    """It is a step, which the next one follows."""
     path = tmp_path / "run.jsonl"
     path.write_text('{"step": 0, "loss": 1.0}')
     with JsonLines(path) as run:
@@ -906,7 +901,15 @@ def test_an_interrupt_loses_no_step(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["to do\n", '{"lr": 0.1}', '{"lr": 0.1}\n', "<p>\n{% endblock %}", '{"step": 0}\n\n', "[]"],
+    [
+        "to do",
+        "to do\n",
+        '{"lr": 0.1}',
+        '{"lr": 0.1}\n',
+        "<p>\n{% endblock %}",
+        '{"step": 0}\n\n',
+        "[]",
+    ],
 )
 def test_files_of_something_else_are_left_as_they_are(text, tmp_path):
     """A file that ends in anything but a step is no recording."""

@@ -126,7 +126,7 @@ def buffers(array: object) -> list[int]:
 def unshared(donated: Iterable[Any], others: Iterable[Any]) -> list[Any]:
     """Returns the arrays to donate, with a copy of each whose buffer another argument has too.
 
-    Some optax states begin with the parameters themselves, and weights may be tied.
+    Some states begin with the parameters themselves, and weights may be tied.
     """
     taken = {address for array in others for address in buffers(array)}
     free = []
