@@ -172,7 +172,7 @@ def _parser() -> _Parser:
     )
     advise.add_argument(
         "function",
-        type=_advised,
+        type=_function_to_advise,
         metavar="MODULE:FUNCTION",
         help="a function without arguments that returns (loss_fn, params, batches), as for "
         "gainstage.advise, or (model, batches), as for gainstage.interop.keras.advise. "
@@ -307,7 +307,7 @@ def _page(word: str) -> Path:
     return _picture(word, (".html", ".png", ".pdf", ".svg"))
 
 
-def _advised(word: str) -> str:
+def _function_to_advise(word: str) -> str:
     return _function(word, "what_to_advise")
 
 

@@ -1,5 +1,6 @@
 """`gainstage advise`: what each precision costs on a user's loss, parameters and batches."""
 
+import operator
 import sys
 from typing import Any
 
@@ -24,7 +25,7 @@ def main(words: str, count: int | None, card: str | None, has_aux: bool) -> int:
     """
     try:
         known_card(card)
-        given = imported_from("MODULE:FUNCTION", words, _called, "gainstage advise")
+        given = imported_from("MODULE:FUNCTION", words, operator.call, "gainstage advise")
         advice = _advised(given, words, count, card, has_aux)
     except (TypeError, ValueError, RuntimeError, ImportError) as error:
         print(error, file=sys.stderr)
@@ -51,7 +52,3 @@ def _advised(given: Any, words: str, count: int | None, card: str | None, has_au
         f"Expected (loss_fn, params, batches) from {words}, or (model, batches) with a Keras "
         f"model; got {f'a tuple of {size}' if size else type(given).__name__}."
     )
-
-
-def _called(function: Any) -> Any:
-    return function()

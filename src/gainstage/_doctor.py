@@ -33,7 +33,7 @@ def main() -> int:
     for dtype in TESTED_DTYPES:
         numbers = jnp.finfo(dtype)
         print(
-            f"  {dtype:14} {product(dtype):27} {float(numbers.smallest_subnormal):.1e} to "
+            f"  {dtype:14} {how_multiplied(dtype):27} {float(numbers.smallest_subnormal):.1e} to "
             f"{float(numbers.max):.1e}"
         )
     print("\nloss scaling")
@@ -59,7 +59,7 @@ def _version(package: str) -> str:
         return "is not installed"
 
 
-def product(dtype: str) -> str:
+def how_multiplied(dtype: str) -> str:
     """How a matrix product of a dtype is computed, according to the compiled program."""
     x = jax.ShapeDtypeStruct((64, 64), dtype)
     try:

@@ -1,5 +1,6 @@
 """`gainstage lint`: whether a user's step scales its loss once, and divides once."""
 
+import operator
 import sys
 from typing import Any
 
@@ -17,18 +18,20 @@ def main(words: str) -> int:
         The exit status: 0 if nothing is found, else 1.
     """
     try:
-        found = _found(imported_from("MODULE:FUNCTION", words, _called, "gainstage lint"), words)
+        found = _found(
+            imported_from("MODULE:FUNCTION", words, operator.call, "gainstage lint"), words
+        )
     except (TypeError, ValueError, RuntimeError, ImportError) as error:
         print(error, file=sys.stderr)
         return 1
     for fault in found.faults:
         print(fault)
     if not found.faults:
-        print(_nothing(found))
+        print(_no_fault(found))
     return 1 if found.faults else 0
 
 
-def _nothing(found: Reading) -> str:
+def _no_fault(found: Reading) -> str:
     """What it means that nothing was found."""
     if not found.has_scale:
         return "Nothing to check: there is no loss scale of gainstage in this step."
@@ -49,7 +52,3 @@ def _found(given: Any, words: str) -> Reading:
         )
     step, arguments = given
     return read(step, *arguments)
-
-
-def _called(function: Any) -> Any:
-    return function()

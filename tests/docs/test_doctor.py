@@ -56,4 +56,4 @@ def test_errors_with_little_or_much_to_say_are_told(text, said, capsys, monkeypa
 def test_products(dtype):
     """XLA for CPU widens half precision, and says so in its program; float32 it computes as is."""
     wanted = {"float16": "is computed in f32", "float32": "is computed as such"}[dtype]
-    assert doctor.product(dtype) == wanted
+    assert doctor.how_multiplied(dtype) == wanted

@@ -146,7 +146,7 @@ class Fields:
         return cls(**config)
 
 
-def explains_arguments(
+def lists_arguments(
     other_names: Mapping[str, str],
 ) -> Callable[[type[Class]], type[Class]]:
     """A decorator: the constructor of a class lists its arguments if it gets an unknown one.

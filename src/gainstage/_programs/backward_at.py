@@ -59,8 +59,8 @@ def backward_at(fun: Callable[..., Any], factor: ArrayLike) -> Callable[..., Any
     def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
         factor, pull, places = kept
         cotangents = jax.tree.map(_with_zeros, cotangents, is_leaf=_is_symbolic)
-        grads = pull(_times(cotangents, factor))
-        return None, *places.filled(_times(grads, 1 / factor))
+        grads = pull(_by_factor(cotangents, factor))
+        return None, *places.filled(_by_factor(grads, 1 / factor))
 
     call = jax.custom_vjp(gainstage_backward_at)
     call.defvjp(forward, backward, symbolic_zeros=True)
@@ -121,7 +121,7 @@ def open_program(program: Any) -> Any:
 
 @jax.named_scope(SELF_SCALED)
 @jax.named_scope(KEEP_FLOAT32)  # half precision would not hold the quotients
-def _times(tree: Any, factor: jax.Array) -> Any:
+def _by_factor(tree: Any, factor: jax.Array) -> Any:
     """The products of arrays and a factor, computed in float32 or wider, in their own dtypes."""
 
     def one(x: Any) -> Any:

@@ -52,7 +52,7 @@ class Cause(NamedTuple):
     @property
     def name(self) -> str:
         """Its operation, as users know it; the kind of an argument or a constant."""
-        return named(self.operation, self.dtype) if self.operation else self.kind
+        return operation_name(self.operation, self.dtype) if self.operation else self.kind
 
     def __str__(self) -> str:
         if not self.operation:
@@ -64,7 +64,7 @@ class Cause(NamedTuple):
         return f"{where}{turn}: {self.message}"
 
 
-def named(operation: str, dtype: np.dtype | str) -> str:
+def operation_name(operation: str, dtype: np.dtype | str) -> str:
     """An operation as users know it: a change of dtype is a rounding or a conversion."""
     if operation != CONVERT:
         return operation
@@ -73,11 +73,11 @@ def named(operation: str, dtype: np.dtype | str) -> str:
 
 def described(result: Result) -> str:
     """The operation of a result, with its dtype."""
-    name = named(result.op, result.dtype)
+    name = operation_name(result.op, result.dtype)
     return name if name.endswith(str(result.dtype)) else f"{name} {result.dtype}"
 
 
-def line_of(ran: Ran, result: Result) -> str:
+def line_of_result(ran: Ran, result: Result) -> str:
     """The user's line of a result. If it has none, as a rounding under `autocast`, it is the line
     of the first operation that reads it, or else of one that makes it."""
     if result.place.line or not result.path:
@@ -93,7 +93,7 @@ def causes_of(ran: Ran) -> list[Cause]:
 
 
 def _with_line(ran: Ran, cause: Cause) -> Cause:
-    line = line_of(ran, ran.results[cause.result])
+    line = line_of_result(ran, ran.results[cause.result])
     if cause.line or not line:
         return cause
     return cause._replace(line=line, place=f"{line}, {cause.place}".removesuffix(", "))

@@ -17,7 +17,7 @@ from gainstage._base.checks import as_power
 from gainstage._base.importing import importing
 from gainstage._programs.places import is_library
 from gainstage._xray import step_file
-from gainstage._xray.step_recorder import BadStep, bad_step, made, settings, versions
+from gainstage._xray.step_recorder import BadStep, bad_step, settings, template_of, versions
 from gainstage._xray.xray import xray
 from gainstage.runs.summary import StepFile
 
@@ -52,7 +52,7 @@ def main(
         if using is not None:
             options["using"] = imported_from("--using", using)
             _check_takes("--using", using, options["using"], loss_fn, has_aux=True)
-        template = None if like is None else imported_from("--like", like, made)
+        template = None if like is None else imported_from("--like", like, template_of)
         jax.devices()  # else a missing platform would look like damage to the file
         bad = bad_step(path, template, "--like")
         _check_takes("--loss", loss, loss_fn, *bad.args)
@@ -78,7 +78,7 @@ def main(
         else:
             if not _own_frames(error):  # not the user's fault: they can report it
                 traceback.print_exc()
-            said = f"{_raised(loss, error)}\nIts arguments in {path}:\n{_shown(bad.args)}"
+            said = f"{_error_text(loss, error)}\nIts arguments in {path}:\n{_shown(bad.args)}"
         print(said, file=sys.stderr)
         return 1
     print(found)
@@ -164,7 +164,7 @@ def imported_from(
                 f"Expected a function of {module} for {option}; got {name}. It has "
                 f"{', '.join(own[:LISTED]) or 'none'}."
             ) from None
-        said = _raised(f"{option} {words}", error)
+        said = _error_text(f"{option} {words}", error)
         if isinstance(error, SystemExit):
             said += (
                 "\nThe module must be importable: parse arguments and train only under "
@@ -196,7 +196,7 @@ def _check_takes(option: str, words: str, function: Any, *args: Any, **named: An
         ) from error
 
 
-def _raised(words: str, error: BaseException) -> str:
+def _error_text(words: str, error: BaseException) -> str:
     """Says what the user's code raised, and at which of its lines."""
     line = traceback.format_list(_own_frames(error)[-1:])
     message = "".join([*line, *traceback.format_exception_only(error)])
@@ -225,11 +225,13 @@ def _shown(args: Sequence[Any]) -> str:
     lines = []
     for number, arg in enumerate(args):
         leaves = jax.tree_util.tree_flatten_with_path(arg)[0]
-        shown = [f"{step_file.name_of(path)} {_kind(leaf)}".strip() for path, leaf in leaves[:5]]
+        shown = [
+            f"{step_file.leaf_path(path)} {_leaf_type(leaf)}".strip() for path, leaf in leaves[:5]
+        ]
         lines.append(f"{number}: {', '.join(shown)}{', ...' * (len(leaves) > 5)}")
     return "\n".join(lines)
 
 
-def _kind(leaf: Any) -> str:
+def _leaf_type(leaf: Any) -> str:
     is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
     return f"{leaf.dtype}{list(leaf.shape)}" if is_array else type(leaf).__name__

@@ -63,7 +63,7 @@ def _rms(a: np.ndarray, top: float) -> float:
     return float(np.sqrt(np.dot(a, a) / a.size))
 
 
-def is_floating(x: Typed) -> bool:
+def has_floats(x: Typed) -> bool:
     """Whether an array, or its description, has floating or complex numbers."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 

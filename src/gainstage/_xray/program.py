@@ -12,7 +12,7 @@ import numpy as np
 from gainstage._base._jax import ClosedJaxpr
 from gainstage._base.arrays import ARRAYS, is_key, joined, partition
 from gainstage._variables.types import PyTree
-from gainstage._xray.numbers import is_floating
+from gainstage._xray.numbers import has_floats
 from gainstage.transforms.value_and_grad import Loss
 
 
@@ -46,7 +46,7 @@ def program_of(loss: Loss, args: Sequence[Any], argnums: int | Sequence[int]) ->
         number = path[0].idx
         is_parameter.append(number in chosen and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
         own = is_parameter[-1] and len(chosen) == 1
-        names.append(_name(path[1:], words[number], own))
+        names.append(_parameter_name(path[1:], words[number], own))
     arrays = [x if is_key(x) else jnp.asarray(x) for x in arrays]
 
     def step(scale: jax.Array, arrays: list[jax.Array]) -> tuple[jax.Array, PyTree]:
@@ -56,16 +56,16 @@ def program_of(loss: Loss, args: Sequence[Any], argnums: int | Sequence[int]) ->
     jaxpr, (_, shapes) = jax.make_jaxpr(step, return_shape=True)(jnp.float32(1), arrays)
     paths = jax.tree_util.tree_flatten_with_path(shapes)[0]
     first = words[min(chosen, default=0)]
-    gradients = [_name(path, first, True) for path, _ in paths]
+    gradients = [_parameter_name(path, first, True) for path, _ in paths]
 
     def is_finite(scale: jax.Array, arrays: list[jax.Array]) -> jax.Array:
-        outs = [x for x in jax.tree.leaves(step(scale, arrays)) if is_floating(x)]
+        outs = [x for x in jax.tree.leaves(step(scale, arrays)) if has_floats(x)]
         return jnp.stack([jnp.isfinite(x).all() for x in outs]).all()
 
     return Program(jaxpr, arrays, names, is_parameter, gradients, jax.jit(is_finite))
 
 
-def _name(path: Sequence[Any], argument: str, is_own: bool) -> str:
+def _parameter_name(path: Sequence[Any], argument: str, is_own: bool) -> str:
     """The path of a parameter; for a list of arrays, and other arguments, with the argument."""
     keys = joined(path)
     return keys if is_own and re.search("[a-zA-Z]", keys) else joined(path, argument)

@@ -10,11 +10,11 @@ import numpy as np
 
 from gainstage._base.checks import as_power
 from gainstage._programs.places import layer_of
-from gainstage._xray.causes import Cause, importance, line_of, lost_share, named
+from gainstage._xray.causes import Cause, importance, line_of_result, lost_share, operation_name
 from gainstage._xray.numbers import whole_error
 from gainstage._xray.program import Program
 from gainstage._xray.walk import Changes, Ran, Result, walk_through
-from gainstage._xray.windows import Window, together
+from gainstage._xray.windows import Window, common_window
 
 GOOD = 0.01  # the relative error of all gradients at which the search ends
 USELESS = 0.5  # an error above which a change does not help
@@ -73,7 +73,7 @@ def remedies_for(
     trial = _Trial(program, ran, scale, tick, is_cast)
     found: list[Remedy] = []
     if all(cause.is_backward for cause in causes) and windows:
-        fits = together(windows)
+        fits = common_window(windows)
         if not fits.is_empty:
             best = max(fits.high - MARGIN, fits.low)
             found.append(trial.with_scale(2.0**best))
@@ -123,15 +123,16 @@ class _Trial:
     def in_float32(self, causes: Sequence[Cause]) -> list[Remedy]:
         """Tries float32 for results outside the range of their dtype, and for operations that read
         them. If that does not help, adds the results that are lost."""
-        outside, lost = _outside(self._ran), _lost(self._ran, causes)
+        outside, lost = _outside(self._ran), _lost_results(self._ran, causes)
         both = outside + [r for r in lost if r not in outside]
         underflows = any(cause.kind == "underflow" for cause in causes)
         found: list[Remedy] = []
         for chosen in [both] if underflows or not outside else [outside, both]:
-            lines = (line_of(self._ran, r) for r in chosen)
+            lines = (line_of_result(self._ran, r) for r in chosen)
             each = zip(lines, chosen, strict=True)
             names = (
-                f"{line} {named(r.op, r.dtype)} ({layer_of(r.place)})".strip() for line, r in each
+                f"{line} {operation_name(r.op, r.dtype)} ({layer_of(r.place)})".strip()
+                for line, r in each
             )
             places = tuple(dict.fromkeys(names))
             more = f" and {len(places) - 3} more" if len(places) > 3 else ""
@@ -148,7 +149,7 @@ class _Trial:
     def _kept(self, islands: frozenset[tuple[int, ...]]) -> str:
         """The code that keeps these operations in float32."""
         kept = (r for r in self._ran.results if r.path in islands and r.is_half)
-        lines = [*filter(None, dict.fromkeys(line_of(self._ran, r) for r in kept))]
+        lines = [*filter(None, dict.fromkeys(line_of_result(self._ran, r) for r in kept))]
         more = f" and {len(lines) - SHOWN_LINES} more lines" * (len(lines) > SHOWN_LINES)
         where = f" around {', '.join(lines[:SHOWN_LINES])}{more}" * bool(lines)
         return f"with gainstage.keep_float32():{where}"
@@ -167,7 +168,7 @@ def _outside(ran: Ran) -> list[Result]:
     return [r for r in ran.results if r.overflows]
 
 
-def _lost(ran: Ran, causes: Sequence[Cause]) -> list[Result]:
+def _lost_results(ran: Ran, causes: Sequence[Cause]) -> list[Result]:
     """The results whose subnormal rounding matters, and those that led to a cause."""
     weights = importance(ran)
     half = (r for r in ran.results if r.is_half)

@@ -71,10 +71,10 @@ def packed(args: Sequence[Any]) -> Packed:
         described: Any = structure  # type checkers do not know how to store one
         for path, leaf in found:
             leaf = leaf.value() if isinstance(leaf, Variable) else leaf
-            name = "/".join(filter(None, [str(number), name_of(path)]))
-            _check_readable(leaf, f"argument {number}" + f" ({name_of(path)})" * bool(path))
+            name = "/".join(filter(None, [str(number), leaf_path(path)]))
+            _check_readable(leaf, f"argument {number}" + f" ({leaf_path(path)})" * bool(path))
             if name in result.kinds:
-                raise ValueError(f"two leaves of argument {number} have the path {name_of(path)}")
+                raise ValueError(f"two leaves of argument {number} have the path {leaf_path(path)}")
             array, kind = _as_array(leaf)
             result.kinds[name] = kind, str(array.dtype)
             if kind != "other":
@@ -87,7 +87,7 @@ def packed(args: Sequence[Any]) -> Packed:
     return result
 
 
-def write(path: Path, about: dict[str, Any], arguments: Packed) -> None:
+def write_step_file(path: Path, about: dict[str, Any], arguments: Packed) -> None:
     """Writes a file and flushes it to the disk; arrays are read from the device one by one."""
     with path.open("wb") as file:
         with zipfile.ZipFile(file, "w") as archive:
@@ -114,7 +114,9 @@ def needs_like(about: dict[str, Any]) -> bool:
     return "other" in kinds or any(arg["tree"] is None for arg in about["args"])
 
 
-def read(path: Path, like: Sequence[Any], option: str) -> tuple[dict[str, Any], tuple[Any, ...]]:
+def read_step_file(
+    path: Path, like: Sequence[Any], option: str
+) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """Returns the description and the arguments of the loss.
 
     Args:
@@ -136,7 +138,7 @@ def read(path: Path, like: Sequence[Any], option: str) -> tuple[dict[str, Any], 
         values: list[dict[str, Any]] = [{} for _ in about["args"]]
         for name, (kind, dtype) in about["leaves"].items():
             number, _, path_in_it = name.partition("/")
-            array = None if kind == "other" else _array(path, archive, name)
+            array = None if kind == "other" else _read_array(path, archive, name)
             values[int(number)][path_in_it] = _restored(array, kind, dtype)
         pairs = enumerate(zip(about["args"], values, strict=True))
         return about, tuple(
@@ -198,7 +200,7 @@ def _description(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
     return found
 
 
-def _array(path: Path, archive: zipfile.ZipFile, name: str) -> np.ndarray:
+def _read_array(path: Path, archive: zipfile.ZipFile, name: str) -> np.ndarray:
     """One array; its size is checked before memory is taken, and its checksum with the reading."""
     member = archive.getinfo(f"{name}.npy")
     with archive.open(member) as file:
@@ -233,7 +235,7 @@ def _structure(text: str) -> Any:
 def _filled(number: int, values: dict[str, Any], like: PyTree, option: str) -> PyTree:
     """An argument with the structure of a template."""
     found, structure = jax.tree_util.tree_flatten_with_path(like)
-    wanted, given = list(values), [name_of(path) for path, _ in found]
+    wanted, given = list(values), [leaf_path(path) for path, _ in found]
     if wanted != given:
         missing = [name for name in wanted if name not in given]
         unknown = [name for name in given if name not in wanted]
@@ -254,7 +256,7 @@ def _filled(number: int, values: dict[str, Any], like: PyTree, option: str) -> P
     return jax.tree.unflatten(structure, leaves)
 
 
-def name_of(path: tuple[Any, ...]) -> str:
+def leaf_path(path: tuple[Any, ...]) -> str:
     """The path of a leaf in a pytree, such as `w/0`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 

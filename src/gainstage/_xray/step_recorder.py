@@ -202,7 +202,7 @@ class StepRecorder:
         of_step = {"step": step, "scale": float(info.loss_scale), "finite": bool(info.finite)}
         about = {**of_step, "versions": versions(), "settings": settings()}
         try:
-            step_file.write(self._part, about, self._packed(args))
+            step_file.write_step_file(self._part, about, self._packed(args))
             with deferred_signals():
                 paths = [self._path, *(self._named(n) for n in range(1, self._keep))]
                 if self._count == self._keep:  # the oldest is the first
@@ -270,17 +270,17 @@ def read_step(path: str | Path, like: PyTree | Callable[[], PyTree] = None) -> B
             bad = gs.diagnostics.read_step("bad.npz")
             print(gs.xray(loss_fn, *bad.args, scale=bad.scale))
     """
-    return bad_step(Path(path), made(like), "like")
+    return bad_step(Path(path), template_of(like), "like")
 
 
 def bad_step(path: Path, like: PyTree, option: str) -> BadStep:
     """The step in a step file; `option` is the name of `like` for the user."""
     like = () if like is None else like if type(like) is tuple else (like,)
-    about, args = step_file.read(path, like, option)
+    about, args = step_file.read_step_file(path, like, option)
     return BadStep(args, **{name: about[name] for name in BadStep._fields if name != "args"})
 
 
-def made(like: PyTree | Callable[[], PyTree]) -> PyTree:
+def template_of(like: PyTree | Callable[[], PyTree]) -> PyTree:
     """`like`, or its result if it is a function."""
     is_function = callable(like) and jax.tree_util.all_leaves([like])  # a model is no leaf
     return like() if is_function else like

@@ -15,7 +15,7 @@ from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import HALF, down, in_dtype, is_half, up
 from gainstage._programs.jaxprs import CALLBACKS, Path
 from gainstage._programs.places import Note, Place, Places, layer_of
-from gainstage._xray.numbers import Numbers, is_floating, largest, numbers_of, relative_error
+from gainstage._xray.numbers import Numbers, has_floats, largest, numbers_of, relative_error
 from gainstage._xray.program import Program
 
 
@@ -81,7 +81,7 @@ class Ran(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether loss and gradients are finite."""
-        return all(_finite(x) for x in (self.loss, *self.gradients))
+        return all(_holds_finite(x) for x in (self.loss, *self.gradients))
 
 
 def walk_through(
@@ -125,7 +125,7 @@ class _Walk:
         note = self._places.source(kind, name, own)
         if not self._watch:
             return Value(x, None, note)
-        if is_floating(x):
+        if has_floats(x):
             numbers = numbers_of(x)
             place = Place(name, True, "", "", "")
             note = note._replace(id=len(self.results))
@@ -203,7 +203,7 @@ class _Walk:
         found = []
         for var, x, ref in zip(eqn.outvars, xs, refs, strict=True):
             aval = jaxprs.array(var)
-            if is_floating(aval):
+            if has_floats(aval):
                 value = Value(x, ref, note)
                 result = self._result(eqn, values, path, turns, place, value, aval)
                 self.results.append(result)
@@ -239,12 +239,12 @@ class _Walk:
         return "sqrt" if is_root and not above.is_data and not above.own else ""
 
     def _is_bad(self, value: Value) -> bool:
-        if value.x is None or not hasattr(value.x, "dtype") or not is_floating(value.x):
+        if value.x is None or not hasattr(value.x, "dtype") or not has_floats(value.x):
             return isinstance(value.x, float) and not np.isfinite(value.x)
         known = value.note.id
         if known is not None and not self.results[known].numbers.bad:
             return False
-        return not _finite(value.x)
+        return not _holds_finite(value.x)
 
     def _scan(
         self, params: Mapping[str, Any], values: list[Value], path: Path, turns: Path
@@ -289,7 +289,8 @@ class _Walk:
         each = [self.results[part.id] for part in parts if part.id is not None]
         whole = each[-1]._replace(
             id=len(self.results), op="stack", operands=tuple(r.id for r in each), is_born=False,
-            numbers=_together([r.numbers for r in each]), ref=_together([r.ref for r in each]),
+            numbers=_joint_numbers([r.numbers for r in each]),
+            ref=_joint_numbers([r.ref for r in each]),
             error=max(r.error for r in each), shape=x.shape,
         )  # fmt: skip
         self.results.append(whole)
@@ -311,13 +312,13 @@ class _Walk:
 
 def _scaled(value: Value, tag: int) -> ArrayLike:
     """A cotangent, rescaled to the local scale of the layer that uses it."""
-    if not value.note.is_backward or tag == value.note.tag or not is_floating(value.x):
+    if not value.note.is_backward or tag == value.note.tag or not has_floats(value.x):
         return value.x
     factor = jnp.float32(2.0 ** (tag - value.note.tag))
     return (value.x * factor).astype(value.x.dtype)
 
 
-def _together(each: Sequence[Numbers]) -> Numbers:
+def _joint_numbers(each: Sequence[Numbers]) -> Numbers:
     count, nan, inf, zero = (sum(column) for column in list(zip(*each, strict=True))[:4])
     squares = sum(n.rms**2 * n.size for n in each)
     return Numbers(
@@ -325,7 +326,7 @@ def _together(each: Sequence[Numbers]) -> Numbers:
     )
 
 
-def _finite(x: ArrayLike) -> bool:
+def _holds_finite(x: ArrayLike) -> bool:
     a = np.asarray(jax.device_get(x))
     a = a if a.dtype.kind in "fc" and a.dtype.itemsize >= 4 else a.astype(np.float32)
     return bool(np.isfinite(a).all())

@@ -55,7 +55,7 @@ def windows_of(ran: Ran, scale: float, error: float) -> dict[str, Window]:
     return windows
 
 
-def together(windows: Mapping[str, Window]) -> Window:
+def common_window(windows: Mapping[str, Window]) -> Window:
     """Returns the scales that fit all layers."""
     if not windows:
         return Window(*UNKNOWN)

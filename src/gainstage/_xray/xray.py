@@ -19,7 +19,7 @@ from gainstage._xray.numbers import whole_error
 from gainstage._xray.program import Program, program_of
 from gainstage._xray.remedies import Remedy, remedies_for
 from gainstage._xray.walk import Changes, Ran, walk_through
-from gainstage._xray.windows import Window, together, windows_of
+from gainstage._xray.windows import Window, common_window, windows_of
 from gainstage.precision.autocast import plan_of
 from gainstage.runs.telemetry import ADVISE
 from gainstage.transforms.loss_scaled_state import loss_scaled_state
@@ -182,7 +182,7 @@ class Xray:
 
     def window(self, error: float = 0.01) -> Window:
         """Returns the scales that fit all layers."""
-        return together(self.windows(error))
+        return common_window(self.windows(error))
 
     @property
     def summary(self) -> str:

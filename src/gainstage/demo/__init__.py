@@ -55,7 +55,7 @@ def main(output: Path, steps: int | None, seed: int, as_json: bool) -> None:
     picture.save(comparison, output)
     if as_json:
         about = {"steps": task.steps, "seed": seed, "picture": str(output)}
-        print(json.dumps({**about, **summary(comparison)}))
+        print(json.dumps({**about, **json_object(comparison)}))
         return
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     console.print(table(comparison))
@@ -65,7 +65,7 @@ def main(output: Path, steps: int | None, seed: int, as_json: bool) -> None:
     console.print(f"Picture: {output}", soft_wrap=True)
 
 
-def summary(comparison: Comparison) -> dict[str, object]:
+def json_object(comparison: Comparison) -> dict[str, object]:
     """The numbers of the table and how they came about."""
     return {
         "jax": jax.__version__,

@@ -78,7 +78,7 @@ class Audit(keras.callbacks.Callback):
         refuse_own_step(model, "gainstage.audit")
         if self._run is None or self._of is not model:
             self._of = model
-            self._run = AuditedRun(Loss(_loss_of(model)), self._every, self._bounds)
+            self._run = AuditedRun(Loss(_loss_by_names(model)), self._every, self._bounds)
         # After a fit that was interrupted, the function of that one is still there.
         plain = getattr(model.train_function, "plain", model.train_function)
         model.train_function = self._audited(model, plain)
@@ -102,7 +102,7 @@ class Audit(keras.callbacks.Callback):
             def given() -> Given:
                 weights, others, optimizer_variables, metrics = state
                 batch = self._batch or keras.utils.unpack_x_y_sample_weight(data[0])
-                params = dict(zip(_names(model), weights, strict=True))
+                params = dict(zip(_weight_names(model), weights, strict=True))
                 scale = 1.0 if place is None else optimizer_variables[place]
                 return Given(params, (others, metrics), batch, scale)
 
@@ -114,12 +114,12 @@ class Audit(keras.callbacks.Callback):
         return take
 
 
-def _loss_of(model: Any) -> Callable[..., Any]:
+def _loss_by_names(model: Any) -> Callable[..., Any]:
     """The loss that `fit` differentiates, without a scale: of the weights by name, what else the
     model has, and a batch."""
 
     def loss_fn(params: dict[str, Any], extra: PyTree, *batch: PyTree) -> tuple[Any, PyTree]:
-        weights = [params[name] for name in _names(model)]
+        weights = [params[name] for name in _weight_names(model)]
         known = type(model)
         model.__class__ = type(known.__name__, (_Unscaled, known), {})
         try:
@@ -141,7 +141,7 @@ class _Unscaled:
         return
 
 
-def _names(model: Any) -> list[str]:
+def _weight_names(model: Any) -> list[str]:
     """The names of the weights that are trained, each once."""
     paths = [variable.path for variable in model.trainable_variables]
     return [f"{p}#{n}" if p in paths[:n] else p for n, p in enumerate(paths)]

@@ -209,7 +209,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             ordered[self._get_variable_index(variable)] = gradient
         step = self._step
         if not keras.src.backend.common.stateless_scope.in_stateless_scope():
-            constants = self.rule, _settings(self.inner_optimizer)
+            constants = self.rule, _constants_of(self.inner_optimizer)
             if self._program[0] != constants:
                 self._program = constants, jax.jit(partial(step))
             step = self._program[1]
@@ -244,7 +244,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             **{f: own[i] for f, i in places.items() if getattr(empty, f, None) is not None}
         )
         named = zip(self._trainable_variables, grads, strict=True)
-        arrays = [g if g is None else _array(variable.path, g) for variable, g in named]
+        arrays = [g if g is None else _gradient_array(variable.path, g) for variable, g in named]
         optimizer = self.inner_optimizer
         kept = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
 
@@ -417,7 +417,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return super().from_config(config, custom_objects)
 
 
-def _array(variable: str, gradient: Any) -> jax.Array:
+def _gradient_array(variable: str, gradient: Any) -> jax.Array:
     try:
         return jnp.asarray(gradient)
     except (TypeError, ValueError) as error:
@@ -434,7 +434,7 @@ def _warn_of_missing(variables: Sequence[Any], grads: Sequence[Any]) -> None:
         )
 
 
-def _settings(optimizer: Any) -> Hashable:
+def _constants_of(optimizer: Any) -> Hashable:
     """The numbers and flags of an optimizer, and its learning rate unless that is a variable: if
     one has changed, an eager step is compiled again."""
     rate: Any = optimizer._learning_rate

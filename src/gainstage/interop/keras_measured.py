@@ -67,14 +67,14 @@ def advise(
         model = autocast(model, "bfloat16")
         model.compile(optimizer, ...)
     """
-    weights, others, metrics = _values_of(model)
+    weights, others, metrics = _model_values(model)
     refuse_mixed(model)
     use_fused_attention()
     refuse_own_step(model, "gainstage.advise")
     calls = [(others, metrics, *as_arrays(batch)) for batch in first(batches)]
     with seen_as(model, _MeasuredModel):
         return measured_advice(
-            _loss_of(model), weights, calls, card=card, progress=progress, code=_code
+            _training_loss(model), weights, calls, card=card, progress=progress, code=_code
         )
 
 
@@ -117,7 +117,7 @@ def tune(
         ['dot_general', 'add']
         >>> model = autocast(model, plan)
     """
-    weights, others, metrics = _values_of(model)
+    weights, others, metrics = _model_values(model)
     use_fused_attention()
     training = {"training": True} if model._call_has_training_arg else {}
     calls = [(others, metrics, *as_arrays(batch)) for batch in first(batches)]
@@ -127,7 +127,8 @@ def tune(
 
     with seen_as(model, _MeasuredModel):
         measured = tune_function(
-            _loss_of(model), weights, calls, dtype=dtype, max_noise=max_noise, max_bias=max_bias,
+            _training_loss(model), weights, calls,
+            dtype=dtype, max_noise=max_noise, max_bias=max_bias,
             max_error=max_error, card=card, progress=progress,
         )  # fmt: skip
         with CAST_TO(measured.dtype):  # as autocast traces it
@@ -155,7 +156,7 @@ def refuse_own_step(model: Any, other: str) -> None:
             )
 
 
-def _values_of(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
+def _model_values(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
     """The values of the weights of a model, of its other variables, and of those of its metrics.
 
     Raises:
@@ -173,7 +174,7 @@ def _values_of(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
     return weights, others, metrics
 
 
-def _loss_of(model: Any) -> Callable[..., jax.Array]:
+def _training_loss(model: Any) -> Callable[..., jax.Array]:
     """The loss of a measured model in training, as `compile` has set it: a function of its
     values and a batch."""
 

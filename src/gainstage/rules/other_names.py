@@ -13,4 +13,4 @@ _OTHER_NAMES = {
     "minimum_scale": "min_scale",
 }
 
-explains_arguments = configurable.explains_arguments(_OTHER_NAMES)
+explains_arguments = configurable.lists_arguments(_OTHER_NAMES)

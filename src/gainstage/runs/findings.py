@@ -80,12 +80,12 @@ def _by_cause(*causes: SkipCause, unless_fixed: bool = False, fitted: bool = Fal
     def test(history: History) -> Facts:
         streak = history.judged
         wanted = cause_of(streak) in causes and not (unless_fixed and history.is_fixed)
-        return _of(streak) if wanted and (streak.fitted > 0 or not fitted) else None
+        return _words_for(streak) if wanted and (streak.fitted > 0 or not fitted) else None
 
     return test
 
 
-def _of(streak: Streak) -> dict[str, str]:
+def _words_for(streak: Streak) -> dict[str, str]:
     """What texts say of a streak."""
     scales = f"scales from {as_power(streak.first)} to {as_power(streak.low)}"
     if streak.low == streak.first:
@@ -134,14 +134,14 @@ def _bad_loss(history: History) -> Facts:
     if cause_of(streak) is not SkipCause.BAD_LOSS:
         return None
     held = history.is_adaptive or streak.low == streak.first
-    return _of(streak) | {"holds": "" if held else HOLDS}
+    return _words_for(streak) | {"holds": "" if held else HOLDS}
 
 
 def _gave_up_without_loss(history: History) -> Facts:
     """`AdaptiveLossScale` gave up as early as it does without a loss."""
     streak = history.judged
     lacks = streak.fitted > 0 and streak.gave_up and streak.nan and not streak.recorded
-    return _of(streak) if history.is_adaptive and lacks else None
+    return _words_for(streak) if history.is_adaptive and lacks else None
 
 
 # ── the scale ────────────────────────────────────────────────────────────────────────────────

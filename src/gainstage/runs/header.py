@@ -64,15 +64,15 @@ def rule_of(code: str) -> LossScale | None:
     """
     try:
         call: Any = ast.parse(code[:LONGEST_RULE], mode="eval").body
-        keywords = {keyword.arg: _number(keyword.value) for keyword in call.keywords}
-        return RULES[call.func.id](*map(_number, call.args), **keywords)
+        keywords = {keyword.arg: _literal(keyword.value) for keyword in call.keywords}
+        return RULES[call.func.id](*map(_literal, call.args), **keywords)
     except (SyntaxError, AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
     except (MemoryError, RecursionError):  # the code is nested too deeply
         return None
 
 
-def _number(node: Any) -> Any:
+def _literal(node: Any) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         base, power = ast.literal_eval(node.left), ast.literal_eval(node.right)
         if not isinstance(base, float) or not isinstance(power, int):

@@ -90,8 +90,8 @@ def summary(run: Run, step_files: Mapping[str, StepFile] = NOTHING) -> Summary:
     if not any(_is_bad(run, file) for file in kept.values()) and any(XRAY in s for s in said):
         sentences.append(RECORD)
     causes = {c: m for c, m in (why_skipped(run) | {"vetoed": run.vetoed}).items() if m.any()}
-    others = [name for name in run.numbers if name not in KNOWN and _finite(run, name).size]
-    drawn = {name: CURVES[name] for name in CURVES if _finite(run, name).size}
+    others = [name for name in run.numbers if name not in KNOWN and _finite_values(run, name).size]
+    drawn = {name: CURVES[name] for name in CURVES if _finite_values(run, name).size}
     drawn |= {name: printable(name) for name in others[:DRAWN]}
     return Summary(
         headline(run),
@@ -99,7 +99,7 @@ def summary(run: Run, step_files: Mapping[str, StepFile] = NOTHING) -> Summary:
         drawn,
         causes,
         _skips(run, causes),
-        _numbers(run, others),
+        _other_numbers(run, others),
         overflows(run),
         underflow(run),
     )
@@ -126,7 +126,7 @@ def _lowered_in_vain(run: Run) -> list[str]:
 def _without_gradient(run: Run) -> list[str]:
     """One sentence if all gradients are 0."""
     zeros = [known.get("zero") == 1 for known in run.tensors.values()]
-    norms, scale = _finite(run, "grad_norm"), _finite(run, "loss_scale")
+    norms, scale = _finite_values(run, "grad_norm"), _finite_values(run, "loss_scale")
     if not (zeros and all(zeros)) and (not norms.size or norms.any()):
         return []
     higher = f" Take a higher scale than {as_power(scale[-1])}." if scale.size else ""
@@ -156,7 +156,7 @@ def _is_bad(run: Run, kept: StepFile) -> bool:
 def _is_of(run: Run, kept: StepFile) -> bool:
     """Whether a step file is of this run: of a step and scale of it, and not older than it."""
     scales = run.get("loss_scale")[run.steps == kept.step]
-    times = _finite(run, "written_at")
+    times = _finite_values(run, "written_at")
     is_older = bool(times.size) and kept.written_at < times.min() - SLACK
     return not is_older and any(scales == np.float32(kept.scale))
 
@@ -191,10 +191,10 @@ def headline(run: Run) -> dict[str, str]:
     counts = {cause: int(mask.sum()) for cause, mask in why_skipped(run).items()}
     if any(counts.values()):
         shown["causes"] = ", ".join(f"{n} {cause}" for cause, n in counts.items() if n)
-    if (times := _finite(run, "written_at")).size > 1:
+    if (times := _finite_values(run, "written_at")).size > 1:
         minutes, seconds = divmod(round(np.ptp(times)), 60)
         shown["duration"] = f"{minutes // 60} h {minutes % 60} min {seconds} s"
-    rows = made(run)
+    rows = circumstances(run)
     for name, form in forms.items():
         try:
             rows[name] = form.format(**shown)
@@ -223,7 +223,7 @@ def _audits(run: Run) -> dict[str, Any]:
     }
 
 
-def made(run: Run) -> dict[str, str]:
+def circumstances(run: Run) -> dict[str, str]:
     """Formats the first line of the recording, as far as it is there."""
     versions = dict(run.made.get("versions", {}))
     device = versions.pop("device", "")
@@ -237,7 +237,7 @@ def made(run: Run) -> dict[str, str]:
     return {name: printable(row) for name, row in rows.items() if row}
 
 
-def _finite(run: Run, name: str) -> np.ndarray:
+def _finite_values(run: Run, name: str) -> np.ndarray:
     """The finite numbers of a name."""
     return run.get(name)[np.isfinite(run.get(name))]
 
@@ -266,12 +266,12 @@ def _range(first: Any, last: Any, form: Any) -> str:
     return form(first) if first == last else f"{form(first)} to {form(last)}"
 
 
-def _numbers(run: Run, names: Sequence[str]) -> Rows:
+def _other_numbers(run: Run, names: Sequence[str]) -> Rows:
     """The other numbers that were logged."""
     columns = ("Number", "First", "Last", "Lowest", "Highest")
     rows = []
     for name in names:
-        values = _finite(run, name)
+        values = _finite_values(run, name)
         ends = (values[0], values[-1], values.min(), values.max())
         rows.append((printable(name), *(f"{number:.4g}" for number in ends)))
     return Rows("Other numbers", columns, *_cut(rows))
@@ -296,7 +296,7 @@ def overflows(run: Run) -> Rows:
         names = alike[counts]
         bits = min(hit[name].get("headroom", math.nan) for name in names)
         last = [f"{bits:.1f}" if math.isfinite(bits) else "-"] * headroom
-        rows.append((_together(names, len(run.tensors)), *(f"{n}" for n in counts), *last))
+        rows.append((_joint_name(names, len(run.tensors)), *(f"{n}" for n in counts), *last))
     notes = [
         "Inf, NaN: in how many skipped steps the tensor held one. First, last: which steps.",
         f"Tensors that were finite in every step: {len(run.tensors) - len(hit)}.",
@@ -313,7 +313,7 @@ def _layer(name: str) -> str:
     return name.rpartition("/")[0] or name
 
 
-def _together(names: Sequence[str], of: int) -> str:
+def _joint_name(names: Sequence[str], of: int) -> str:
     """A name for some tensors: their own, all, or those of their layers."""
     if len(names) == 1:
         return printable(names[0])
@@ -369,7 +369,7 @@ def _underflow_summary(run: Run) -> list[str]:
         return []
     underflows = any(k.get("flushed", 0) > 0 or k.get("subnormal", 0) > 0 for k in known.values())
     error, unscaled = _known(known, "error"), _known(known, "unscaled_error")
-    scale = _finite(run, "loss_scale")
+    scale = _finite_values(run, "loss_scale")
     unscaled = {} if scale.size and scale[-1] == 1 else unscaled
     zeros = [name for name, k in known.items() if k.get("zero") == 1]
     return underflow_summary(error, unscaled, underflows, zeros, _left_out(known))

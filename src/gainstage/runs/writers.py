@@ -107,7 +107,7 @@ class Writer(abc.ABC):
             raise ValueError(
                 f"The name 'tensors' is reserved for reports; got tensors={numbers['tensors']!r}."
             )
-        record = {name: _scalar(name, number) for name, number in numbers.items()}
+        record = {name: _current_number(name, number) for name, number in numbers.items()}
         record |= {} if audit is None else {"audit": audit}
         self._waiting.append({"step": checks.integer("step", step, low=0, high=2**53), **record})
         if len(self._waiting) >= self.every:
@@ -252,7 +252,7 @@ class JsonLines(Writer):
         if jax.process_index():
             return
         tensors = {
-            name: {key: _in_json(_plain(value)) for key, value in known.items()}
+            name: {key: _in_json(_python_number(value)) for key, value in known.items()}
             for name, known in report.tensors().items()
         }
         self._put_away([{"step": step, "tensors": tensors}])
@@ -277,11 +277,11 @@ class JsonLines(Writer):
 def _plain_record(record: Record) -> Record:
     """A record as Python numbers; an audit is several."""
     audit = record.pop("audit", None)
-    numbers = {name: _plain(number) for name, number in record.items()}
+    numbers = {name: _python_number(number) for name, number in record.items()}
     return numbers | ({} if audit is None else audit.record())
 
 
-def _scalar(name: str, number: Any) -> Any:
+def _current_number(name: str, number: Any) -> Any:
     """A number at its current value, which may not be ready yet."""
     number = number.value() if isinstance(number, Variable) else number
     if not isinstance(number, (bool, int, float, np.generic, np.ndarray, jax.Array)):
@@ -314,7 +314,7 @@ def _is_record(line: bytes) -> bool:
         return False
 
 
-def _plain(number: Any) -> Any:
+def _python_number(number: Any) -> Any:
     return number.item() if hasattr(number, "item") else number
 
 

@@ -12,11 +12,11 @@ def check_transformation(name: str, value: object) -> None:
     if not (hasattr(value, "init") and hasattr(value, "update")):
         raise TypeError(
             f"Expected an optax.GradientTransformation for {name}; got {brief(value)}."
-            f"{_advice_for(value)}"
+            f"{_what_to_pass(value)}"
         )
 
 
-def _advice_for(value: object) -> str:
+def _what_to_pass(value: object) -> str:
     """What to write, after a space, for what users pass instead."""
     if hasattr(value, "tx"):  # as an `nnx.Optimizer` has
         return " Pass its `tx`."
