@@ -15,7 +15,7 @@ from compilations import compilations
 
 import gainstage as gs
 from gainstage.optimizers import Adam, LossScaleOptimizer, Variable, functionalize, schedules
-from gainstage.optimizers._step.step import StepInputs
+from gainstage.optimizers._step.optimizer_step import StepInputs
 
 from peers import fails, live
 

@@ -12,7 +12,7 @@ import pytest
 
 import gainstage as gs
 from gainstage.optimizers import SGD, LossScaleOptimizer, Variable
-from gainstage.optimizers._step.step import StepInputs
+from gainstage.optimizers._step.optimizer_step import StepInputs
 
 pytestmark = pytest.mark.as_users
 

@@ -19,6 +19,7 @@ from gainstage._variables.types import Aux, P, PyTree, Rate, Scalar
 from gainstage._variables.variable import Variable, is_inside
 from gainstage.optimizers._step import saving
 from gainstage.optimizers._step.differentiate import VarList
+from gainstage.optimizers._step.optimizer_step import OptimizerState, StepInputs
 from gainstage.optimizers._step.options import (
     OPTIONS,
     Setting,
@@ -28,7 +29,6 @@ from gainstage.optimizers._step.options import (
 )
 from gainstage.optimizers._step.retries import take_with_retries
 from gainstage.optimizers._step.slots import Slots
-from gainstage.optimizers._step.step import OptimizerState, StepInputs
 from gainstage.optimizers._step.store import LossScaleStore
 from gainstage.optimizers.inner_checks import check_inner, check_one_scale, chosen_rule
 from gainstage.optimizers.optimizer import Optimizer

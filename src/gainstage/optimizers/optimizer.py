@@ -35,6 +35,12 @@ from gainstage._variables.variable import Variable, is_inside, is_tracing
 from gainstage.optimizers._step import options as all_options
 from gainstage.optimizers._step.conventions import Conventions
 from gainstage.optimizers._step.differentiate import Differentiated, VarList, differentiate
+from gainstage.optimizers._step.optimizer_step import (
+    OptimizerState,
+    OptimizerStep,
+    StepInputs,
+    StepOptions,
+)
 from gainstage.optimizers._step.options import Arguments, OptimizerOptions
 from gainstage.optimizers._step.runner import (
     Kept,
@@ -46,12 +52,6 @@ from gainstage.optimizers._step.runner import (
 )
 from gainstage.optimizers._step.saving import Saved, shown, without_legacy, wrong_count
 from gainstage.optimizers._step.slots import Initializer, Slots
-from gainstage.optimizers._step.step import (
-    OptimizerState,
-    OptimizerStep,
-    StepInputs,
-    StepOptions,
-)
 from gainstage.optimizers._step.store import Computed, Store
 from gainstage.optimizers._step.subclasses import missing, overrides
 from gainstage.optimizers._step.undecayed import Undecayed

@@ -21,8 +21,8 @@ from gainstage._variables.variable import Variable
 from gainstage._variables.zero_sharding import check_axes, sharding_of_state
 from gainstage.optimizers._step.conventions import Conventions
 from gainstage.optimizers._step.differentiate import check_floating
+from gainstage.optimizers._step.optimizer_step import LearningRate, StepOptions, StepState
 from gainstage.optimizers._step.slots import Slots
-from gainstage.optimizers._step.step import LearningRate, StepOptions, StepState
 from gainstage.optimizers._step.undecayed import Undecayed
 from gainstage.rules.loss_scale import start
 
