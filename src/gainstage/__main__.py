@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gainstage import __version__
-from gainstage._base.extras import missing
+from gainstage._base.extras import missing_package
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments)
     except ModuleNotFoundError as error:
         extra = "demo" if arguments.command == "demo" else "report"
-        print(missing(str(error.name), extra), file=sys.stderr)
+        print(missing_package(str(error.name), extra), file=sys.stderr)
         return 1
 
 

@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from gainstage._xray.from_file import imported_from
-from gainstage.transforms.lint import Reading, read
+from gainstage.transforms.lint import Reading, read_program
 
 
 def main(words: str) -> int:
@@ -51,4 +51,4 @@ def _found(given: Any, words: str) -> Reading:
             f"Expected (step, arguments) from {words}, with a tuple of arguments; got {kind}."
         )
     step, arguments = given
-    return read(step, *arguments)
+    return read_program(step, *arguments)

@@ -112,6 +112,20 @@ def test_no_two_modules_have_one_name():
     assert sorted(names) == sorted(set(names))
 
 
+# The names that a face of Keras or TensorFlow has as its document does, or as another face has them.
+FACES = {"advise", "autocast", "deserialize", "serialize", "tune"}
+
+
+def test_no_function_has_the_name_of_one_in_another_module():
+    """A function's name has one meaning in the package, but for `main` and names of faces."""
+    modules = defaultdict(set)
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and not re.fullmatch("__.+__|_|main", node.name):
+                modules[node.name].add(path.name)
+    assert {name for name, files in modules.items() if len(files) > 1} == FACES
+
+
 def test_each_room_says_what_it_is_and_what_may_be_imported():
     """The first words of a room are two sentences or more."""
     for room in ROOMS:

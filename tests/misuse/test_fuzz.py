@@ -149,7 +149,7 @@ BASES = {
     gs.LossScale: RULES,
     gs.optimizers.Optimizer: OPTIMIZERS,
 }
-DESCRIBED = [(base, configurable.serialize(x)) for base, all_ in BASES.items() for x in all_]
+DESCRIBED = [(base, configurable.description_of(x)) for base, all_ in BASES.items() for x in all_]
 OTHERS = [experimental.FixedLossScale(4.0), experimental.DynamicLossScale(4, 3, 4)]
 
 
@@ -177,7 +177,7 @@ def check_says(thing, config):
 def check_configuration(data):
     base, description = data.draw(st.sampled_from(DESCRIBED))
     broken = data.draw(damaged(description))
-    thing = outcome(lambda: configurable.deserialize(broken, base))
+    thing = outcome(lambda: configurable.object_from(broken, base))
     if thing is not None:
         assert type(thing).__name__ == broken["class_name"]
         check_says(thing, broken["config"])
@@ -386,8 +386,8 @@ def test_what_is_nested_too_deep(deep):
     for base, description in DESCRIBED:
         for name in {*description["config"]} - {"name"}:
             broken = {**description, "config": {**description["config"], name: deep}}
-            assert outcome(lambda b=base, d=broken: configurable.deserialize(d, b)) is None
-        assert outcome(lambda base=base: configurable.deserialize(deep, base)) is None
+            assert outcome(lambda b=base, d=broken: configurable.object_from(d, b)) is None
+        assert outcome(lambda base=base: configurable.object_from(deep, base)) is None
     opt = optimizers()[1]
     before, state, store = state_of(opt), opt.state(), {}
     opt.save_own_variables(store)

@@ -46,7 +46,7 @@ def _without_numbers(leaf: Any) -> Any:
     return leaf
 
 
-def explained(advice: str) -> Callable[[Function], Function]:
+def explains(advice: str) -> Callable[[Function], Function]:
     """A decorator: a call with arguments that a function does not take says what to write."""
 
     def wrap(fun: Function) -> Function:
@@ -130,7 +130,7 @@ def shortest(value: SupportsFloat) -> float:
     return exact if exact.is_integer() else float(str(np.float32(value)))
 
 
-def in_float32(limit: float) -> float:
+def clipped_to_float32(limit: float) -> float:
     """Clips a limit to the normal numbers of float32, where it could become 0 or inf."""
     known = np.finfo(np.float32)
     return min(max(limit, float(known.tiny)), float(known.max))

@@ -17,7 +17,7 @@ Class = TypeVar("Class")
 _NOT_KEPT = object()  # marks an argument that the object does not store as an attribute
 
 
-def explained(from_config: F) -> F:
+def explains_config(from_config: F) -> F:
     """Wraps `from_config` to raise our own error if the argument is not a configuration."""
 
     @functools.wraps(from_config)
@@ -59,7 +59,7 @@ class Configurable:
         cls.__signature__ = _full_signature(cls)
         own, untyped = vars(cls).get("from_config"), cast(Any, cls)
         if isinstance(own, classmethod):
-            untyped.from_config = classmethod(explained(own.__func__))
+            untyped.from_config = classmethod(explains_config(own.__func__))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # A wrapper must distinguish a given option from a default.
@@ -83,7 +83,7 @@ class Configurable:
         return getattr(self, name, _NOT_KEPT)
 
     @classmethod
-    @explained
+    @explains_config
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, type] | None = None
     ) -> Self:
@@ -140,7 +140,7 @@ class Fields:
         return {field.name: getattr(self, field.name) for field in fields}
 
     @classmethod
-    @explained
+    @explains_config
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Returns the object that `get_config` describes."""
         return cls(**config)
@@ -178,7 +178,7 @@ def lists_arguments(
     return wrap
 
 
-def serialize(obj: Any) -> dict[str, Any]:
+def description_of(obj: Any) -> dict[str, Any]:
     """Returns the description of an object with `get_config`, in Keras's format."""
     cls = type(obj)
     return {
@@ -198,7 +198,7 @@ def readable(config: object) -> Any:
     return json.loads(json.dumps(config, default=name))
 
 
-def deserialize(
+def object_from(
     description: Mapping[str, Any], base: type, custom_objects: Mapping[str, type] | None = None
 ) -> Any:
     """Creates the object that a description describes.

@@ -80,7 +80,7 @@ class Seen(NamedTuple):
     last: JaxprEqn | None = None  # the equation that has changed the degree last
 
 
-def product(a: Degree, b: Degree, sign: int = 1) -> Degree:
+def degree_of_product(a: Degree, b: Degree, sign: int = 1) -> Degree:
     """The degree of a product, or of a quotient."""
     if a == FREE or b == FREE:
         return FREE
@@ -92,7 +92,7 @@ def product(a: Degree, b: Degree, sign: int = 1) -> Degree:
     return tuple(sorted(((unit, n) for unit, n in powers.items() if n), key=repr))
 
 
-def power_of(degree: Degree, unit: Unit) -> int:
+def scale_power(degree: Degree, unit: Unit) -> int:
     """The power of one loss scale in a degree; 0 if it is not known."""
     return 0 if degree in (FREE, None) else dict(degree).get(unit, 0)
 
@@ -155,9 +155,9 @@ def _degree(eqn: JaxprEqn, xs: Sequence[Seen]) -> Degree:
     if does is _D.KEEP:
         return degrees[0]
     if name == "triangular_solve":  # of a matrix, and what it divides
-        return product(degrees[1], degrees[0], -1)
+        return degree_of_product(degrees[1], degrees[0], -1)
     if does in (_D.TIMES, _D.DIVIDE):
-        return product(degrees[0], degrees[1], 1 if does is _D.TIMES else -1)
+        return degree_of_product(degrees[0], degrees[1], 1 if does is _D.TIMES else -1)
     if does is _D.POWER:
         n = xs[1].number if name == "pow" else eqn.params.get("y", _POWERS.get(name))
         return None if n is None and degrees[0] not in (ONE, FREE) else _raised(degrees[0], n or 0)
@@ -451,7 +451,7 @@ class _Reading:
                 return [x._replace(number=None) for x in xs[consts:]]
         if len(parts) == 1 and len(jaxprs.open_jaxpr(parts[0]).invars) == len(xs):
             outs = self._run(parts[0], xs)
-            return [_placed(x, xs, eqn) for x in outs] if is_of_a_library(parts[0]) else outs
+            return [_at_call(x, xs, eqn) for x in outs] if is_of_a_library(parts[0]) else outs
         if DOES.get(name) is _D.EACH and len(xs) == len(eqn.outvars):
             return list(xs)
         # A kernel, a callback, a reference; a sum over devices has the effect of naming an axis.
@@ -525,7 +525,7 @@ def _scalar(x: Any) -> float | None:
         return None
 
 
-def _placed(x: Seen, operands: Sequence[Seen], eqn: JaxprEqn) -> Seen:
+def _at_call(x: Seen, operands: Sequence[Seen], eqn: JaxprEqn) -> Seen:
     """What is known of a result of a function of a library, with the place of its call."""
     before = {flaw for value in operands for flaw in value.flaws}
     renamed = "jnp.nan_to_num" if eqn.params.get("name") == "nan_to_num" else None

@@ -41,7 +41,7 @@ def moves(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in MOVES or (is_cast and all(map(is_float32, eqn.invars)))
 
 
-def power_of(eqn: JaxprEqn) -> int:
+def exponent_of(eqn: JaxprEqn) -> int:
     """The integer to whose power an equation raises its operand, such as 2 in a variance; 0 if it
     does something else."""
     name = eqn.primitive.name
@@ -226,7 +226,7 @@ def moments(addends: list[Addend], producers: Producers) -> list[Var]:
     a square of a difference that is written out, as `x ** 2 - 2 * x @ y + y ** 2`."""
     found: list[Var] = []
     squares = [
-        (addend, _factors(addend.value, producers), _squared(addend.value, producers))
+        (addend, _factors_of(addend.value, producers), _squared(addend.value, producers))
         for addend in addends
     ]
     for addend in addends:
@@ -246,14 +246,14 @@ def _squared(value: Var, producers: Producers) -> set[Var]:
     if eqn is None or eqn.primitive.name not in PRODUCTS | {"reduce_sum"}:
         return set()
     each = (maker(v, producers) for v in eqn.invars)
-    roots = (root(e.invars[0], producers) for e in each if e is not None and power_of(e) == 2)
+    roots = (root(e.invars[0], producers) for e in each if e is not None and exponent_of(e) == 2)
     return {r for r in roots if not isinstance(r, Literal)}
 
 
-def _factors(value: Var, producers: Producers) -> list[Var]:
+def _factors_of(value: Var, producers: Producers) -> list[Var]:
     """The factors of a product of elements, or of a square."""
     eqn = maker(value, producers)
-    if eqn is None or not (power_of(eqn) == 2 or eqn.primitive.name == "mul"):
+    if eqn is None or not (exponent_of(eqn) == 2 or eqn.primitive.name == "mul"):
         return []
     return [v for v in eqn.invars if not isinstance(v, Literal)]
 

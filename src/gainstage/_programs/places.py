@@ -91,7 +91,7 @@ class Places:
         kept = self._calls, self._scopes, self._line, self._of_library
         if self._of_library is None:
             self._calls += (frames_of(eqn),)
-            self._line = _line(_frames(eqn)) or self._line
+            self._line = _user_line(_frames(eqn)) or self._line
             if any(map(is_of_a_library, jaxprs.inner(eqn))):
                 self._of_library = self._calls[-1]
         else:
@@ -168,7 +168,7 @@ def frames_of(eqn: JaxprEqn) -> Frames:
 
 def line_of(eqn: JaxprEqn) -> str:
     """The user's file and line of an equation."""
-    found = _line(_frames(eqn))
+    found = _user_line(_frames(eqn))
     return found[0] if found else ""
 
 
@@ -181,7 +181,7 @@ def _frames(eqn: JaxprEqn) -> list[Any]:
     return list(user_frames(eqn.source_info.traceback))
 
 
-def _line(frames: list[Any]) -> tuple[str, str] | None:
+def _user_line(frames: list[Any]) -> tuple[str, str] | None:
     """The user's innermost line, and the library function that it calls."""
     own = next((f for f in frames if not is_library(f.file_name)), None)
     if own is None:

@@ -134,7 +134,7 @@ def _refusing(x: jax.Array) -> jax.Array:
 
 
 @_refusing.defjvp
-def _refused(primals: Any, tangents: Any) -> Any:
+def _refuse_forward(primals: Any, tangents: Any) -> Any:
     raise TypeError(
         "A function with a jax.custom_vjp closes over a value that is differentiated. Pass the "
         "value as an argument, and return its derivative."

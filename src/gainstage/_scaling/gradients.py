@@ -180,14 +180,14 @@ def clipped(grads: Gradients, clip: Clip | None, norms: Sequence[jax.Array]) -> 
         return grads
     if not clip.by_norm:
         return [g and Gradient(jnp.clip(g.value(), -clip.limit, clip.limit)) for g in grads]
-    factors = [_factors(norm, clip.limit) for norm in norms]
+    factors = [_clip_factors(norm, clip.limit) for norm in norms]
     if not factors:
         return grads
     own = iter(factors if clip.each else itertools.repeat(factors[0]))
     return [g and g.times(*next(own)) for g in grads]
 
 
-def _factors(norm: jax.Array, limit: float) -> tuple[jax.Array, jax.Array]:
+def _clip_factors(norm: jax.Array, limit: float) -> tuple[jax.Array, jax.Array]:
     """Two factors that together clip a norm; in float32 their product may be 0."""
     first = jnp.where(norm * 2.0**-100 > limit, 2.0**-100, 1.0)
     second = limit / jnp.maximum(norm * first, limit)

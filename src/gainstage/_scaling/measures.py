@@ -117,7 +117,9 @@ def _of_gradients(
         quickly = dict(nothing)
         if "max_abs" in names:
             sizes = [
-                g.value() for g in as_gradients([*map(_largest, arrays)], scale) if g is not None
+                g.value()
+                for g in as_gradients([*map(_largest_magnitude, arrays)], scale)
+                if g is not None
             ]
             each = [size.astype(jnp.float32) for size in sizes]
             quickly["max_abs"] = functools.reduce(jnp.maximum, each, nothing["max_abs"])
@@ -126,7 +128,7 @@ def _of_gradients(
     return reader.per_platform(exactly, on_cpu)
 
 
-def _largest(x: jax.Array) -> jax.Array:
+def _largest_magnitude(x: jax.Array) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return jnp.max(jnp.abs(upcast(x)))
     # Not `max` of `abs`, which XLA:CPU would store in float16 (jaxlib 0.10.2).

@@ -38,7 +38,7 @@ def _attribute(name: str) -> Any:
     return property(lambda self: getattr(self.value(), name), doc=f"`{name}` of the array.")
 
 
-def _refused(self: "Operators", other: Never) -> Never:  # type checkers refuse it too
+def _refuse_operator(self: "Operators", other: Never) -> Never:  # type checkers refuse it too
     raise TypeError(
         f"Expected `assign`, `assign_add` or `assign_sub` to change {self.name!r}: an operator "
         f"such as += would put an array in its place."
@@ -106,14 +106,14 @@ class Operators:
     __gt__: _Binary = _operator("__gt__")
     __ge__: _Binary = _operator("__ge__")
     __getitem__: _Item = _operator("__getitem__")
-    __iadd__ = _refused
-    __isub__ = _refused
-    __imul__ = _refused
-    __itruediv__ = _refused
-    __ifloordiv__ = _refused
-    __imod__ = _refused
-    __ipow__ = _refused
-    __imatmul__ = _refused
+    __iadd__ = _refuse_operator
+    __isub__ = _refuse_operator
+    __imul__ = _refuse_operator
+    __itruediv__ = _refuse_operator
+    __ifloordiv__ = _refuse_operator
+    __imod__ = _refuse_operator
+    __ipow__ = _refuse_operator
+    __imatmul__ = _refuse_operator
 
     all: _Method = _operator("all")
     any: _Method = _operator("any")

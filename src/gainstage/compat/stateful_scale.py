@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from gainstage._base import checks
 from gainstage._base.checks import LARGEST, brief
-from gainstage._base.configurable import explained
+from gainstage._base.configurable import explains_config
 from gainstage._scaling import gradients
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.bridge import assign, read
@@ -48,7 +48,7 @@ class LossScale(abc.ABC):
         """Returns the constructor's arguments."""
 
     @classmethod
-    @explained
+    @explains_config
     def from_config(cls, config: dict[str, Any]) -> Self:
         """Returns a new scale from the result of `get_config`."""
         return cls(**config)

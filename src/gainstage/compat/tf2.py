@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from gainstage._base import checks
 from gainstage._base.arrays import ARRAYS
-from gainstage._base.configurable import deserialize, serialize
+from gainstage._base.configurable import description_of, object_from
 from gainstage._variables.arguments import pairs_in, variables_in
 from gainstage._variables.types import Rate, Scalar, Values
 from gainstage._variables.variable import Variable
@@ -297,7 +297,7 @@ class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments."""
         return {
-            "inner_optimizer": serialize(self.inner_optimizer),
+            "inner_optimizer": description_of(self.inner_optimizer),
             "dynamic": self.dynamic,
             "initial_scale": self.initial_scale,
             "dynamic_growth_steps": self.dynamic_growth_steps,
@@ -313,7 +313,7 @@ class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
         if "loss_scale" in config:
             config |= scale_arguments(config.pop("loss_scale"))
         inner = config.pop("optimizer", None) or config.pop("inner_optimizer")
-        return cls._created(deserialize(inner, Optimizer, custom_objects), config)
+        return cls._created(object_from(inner, Optimizer, custom_objects), config)
 
     @classmethod
     def _created(cls, inner: Any, arguments: dict[str, Any]) -> Self:
@@ -337,7 +337,7 @@ def scale_arguments(loss_scale: object) -> dict[str, Any]:
         ValueError: it is anything else, or a dynamic scale with settings that would be lost.
     """
     if isinstance(loss_scale, Mapping):
-        loss_scale = deserialize(loss_scale, stateful_scale.LossScale)
+        loss_scale = object_from(loss_scale, stateful_scale.LossScale)
     if isinstance(loss_scale, str) and loss_scale == "dynamic":
         return {"dynamic": True}
     rule = getattr(loss_scale, "rule", loss_scale)

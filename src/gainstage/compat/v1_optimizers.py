@@ -241,7 +241,7 @@ class GradientDescentOptimizer(Optimizer):
     def __init__(
         self, learning_rate: Rate, use_locking: bool = False, name: str = "GradientDescent"
     ):
-        super().__init__(optimizers.SGD(learning_rate, name=named(name)), use_locking, name)
+        super().__init__(optimizers.SGD(learning_rate, name=with_name(name)), use_locking, name)
 
 
 class MomentumOptimizer(Optimizer):
@@ -276,8 +276,8 @@ class MomentumOptimizer(Optimizer):
         use_nesterov: bool = False,
     ):
         nesterov = checks.flag("use_nesterov", use_nesterov)
-        now, later = _numbers(momentum=momentum)
-        optimizer = _Momentum(learning_rate, nesterov=nesterov, name=named(name), **now)
+        now, later = _rule_arguments(momentum=momentum)
+        optimizer = _Momentum(learning_rate, nesterov=nesterov, name=with_name(name), **now)
         super().__init__(optimizer, use_locking, name, **later)
 
 
@@ -363,9 +363,9 @@ class AdamOptimizer(Optimizer):
         use_locking: bool = False,
         name: str = "Adam",
     ):
-        now, later = _numbers(beta1=beta1, beta2=beta2, epsilon=epsilon)
+        now, later = _rule_arguments(beta1=beta1, beta2=beta2, epsilon=epsilon)
         rule = _AdamOfChangingBetas if later.keys() & {"beta1", "beta2"} else _Adam
-        optimizer = rule(learning_rate, name=named(name), **now)
+        optimizer = rule(learning_rate, name=with_name(name), **now)
         super().__init__(optimizer, use_locking, name, **later)
 
     def _slots(self) -> dict[tuple[Variable, str], Variable]:
@@ -373,7 +373,7 @@ class AdamOptimizer(Optimizer):
         return {(var, names[name]): slot for (var, name), slot in super()._slots().items()}
 
 
-def _numbers(**given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _rule_arguments(**given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The numbers as arguments of our rule, and apart those that each step reads."""
     later = {name: x for name, x in given.items() if callable(x) or isinstance(x, Variable)}
     numbers = {name: x for name, x in given.items() if name not in later}
@@ -384,7 +384,7 @@ class NotCallableError(TypeError, RuntimeError):
     """A loss that is no function, for which the document promises a RuntimeError."""
 
 
-def named(name: object) -> str:
+def with_name(name: object) -> str:
     if not isinstance(name, str) or not name:
         raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
     return name

@@ -62,7 +62,7 @@ def facts_of(optimizer: Optimizer) -> dict[str, Any]:
         "class": type(optimizer).__name__,
         "version of gainstage": __version__,
         "version of JAX": jax.__version__,
-        **_flat(readable(optimizer.get_config())),
+        **_with_dotted_names(readable(optimizer.get_config())),
         "jit_compile": optimizer.jit_compile,
         "names of the variables": unique_names(trainable),
         "names of the state": unique_names(state),
@@ -76,11 +76,11 @@ def facts_of(optimizer: Optimizer) -> dict[str, Any]:
     return facts
 
 
-def _flat(config: object, prefix: str = "") -> dict[str, Any]:
+def _with_dotted_names(config: object, prefix: str = "") -> dict[str, Any]:
     """Flattens a nested configuration to dotted names."""
     if not isinstance(config, dict):
         return {prefix.removesuffix("."): config}
-    parts = [_flat(value, f"{prefix}{key}.") for key, value in config.items()]
+    parts = [_with_dotted_names(value, f"{prefix}{key}.") for key, value in config.items()]
     return {name: value for part in parts for name, value in part.items()}
 
 

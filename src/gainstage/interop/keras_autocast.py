@@ -16,7 +16,7 @@ from gainstage._variables.types import PyTree
 from gainstage.interop.keras_attention import use_fused_attention
 from gainstage.interop.keras_backend import PACKAGE, keras
 from gainstage.interop.keras_loss_scale import LossScaleOptimizer
-from gainstage.precision.autocast import Precision, named
+from gainstage.precision.autocast import Precision, plan_or_dtype
 from gainstage.precision.autocast import autocast as autocast_function
 from gainstage.precision.plan import Plan
 
@@ -62,7 +62,7 @@ def autocast(model: Any, dtype: Precision = "float16") -> Any:
         LossScaleOptimizer float32
     """
     check_model(model)
-    plan = named(dtype)
+    plan = plan_or_dtype(dtype)
     autocast_function(model.stateless_call, plan)  # refuses a function that has a plan
     refuse_mixed(model)
     use_fused_attention()

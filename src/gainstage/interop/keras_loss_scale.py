@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from gainstage._base._jax import Tracer
 from gainstage._base.checks import as_power, brief
-from gainstage._base.configurable import deserialize, serialize
+from gainstage._base.configurable import description_of, object_from
 from gainstage._base.dead_run import DEAD
 from gainstage._base.signals import deferred_signals
 from gainstage._base.warn import warn
@@ -404,7 +404,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         config = super().get_config()
         if self.rule == keras_rule(self.initial_scale, self.dynamic_growth_steps):
             return config
-        return {**config, "rule": serialize(self.rule)}
+        return {**config, "rule": description_of(self.rule)}
 
     @classmethod
     def from_config(
@@ -413,7 +413,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Returns the optimizer that `get_config` describes."""
         config = dict(config)
         if isinstance(config.get("rule"), Mapping):
-            config["rule"] = deserialize(config["rule"], LossScale, custom_objects)
+            config["rule"] = object_from(config["rule"], LossScale, custom_objects)
         return super().from_config(config, custom_objects)
 
 

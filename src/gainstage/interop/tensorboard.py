@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from gainstage._base.extras import missing
+from gainstage._base.extras import missing_package
 from gainstage.runs.writers import Record, Writer
 
 try:
@@ -17,7 +17,7 @@ try:
     from tensorboardX.record_writer import RecordWriter, directory_check
     from tensorboardX.summary import scalar
 except ModuleNotFoundError as _error:
-    raise missing("tensorboardX", "tensorboard") from _error
+    raise missing_package("tensorboardX", "tensorboard") from _error
 
 __all__ = ["TensorBoard"]
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, Unpack, overload
 import jax
 
 from gainstage._base import checks
-from gainstage._base.configurable import deserialize, serialize
+from gainstage._base.configurable import description_of, object_from
 from gainstage._base.warn import warn
 from gainstage._scaling.finite_check import all_finite
 from gainstage._scaling.gradients import Gradient, Gradients
@@ -442,7 +442,7 @@ class LossScaleOptimizer(Optimizer):
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments; each option is with the object that received it."""
         options = dict(self._scale_store.options)
-        inner = serialize(self._inner)
+        inner = description_of(self._inner)
         inner["config"] = {k: v for k, v in inner["config"].items() if k not in options}
         if options.get("weight_decay", 0) is None:  # off, whatever the inner optimizer's default
             options["weight_decay"] = 0.0
@@ -455,7 +455,7 @@ class LossScaleOptimizer(Optimizer):
             scale, growth_steps = self.rule.initial_loss_scale, self.rule.increment_period
             if self.rule == keras_rule(scale, growth_steps):
                 return {**config, "initial_scale": scale, "dynamic_growth_steps": growth_steps}
-        return {**config, "rule": serialize(self.rule)}
+        return {**config, "rule": description_of(self.rule)}
 
     @classmethod
     def from_config(
@@ -468,11 +468,11 @@ class LossScaleOptimizer(Optimizer):
             custom_objects: classes by name for the inner optimizer, its schedule and the rule.
         """
         config = dict(config)
-        config["inner_optimizer"] = deserialize(
+        config["inner_optimizer"] = object_from(
             config["inner_optimizer"], Optimizer, custom_objects
         )
         if isinstance(config.get("rule"), Mapping):
-            config["rule"] = deserialize(config["rule"], LossScale, custom_objects)
+            config["rule"] = object_from(config["rule"], LossScale, custom_objects)
         defaults = {name: p.default for name, p in cls.__signature__.parameters.items()}
         kept = {k: v for k, v in config.items() if k not in OPTIONS or v != defaults[k]}
         return cls(**kept)

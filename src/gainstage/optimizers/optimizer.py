@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from gainstage._base import checks
 from gainstage._base.arrays import Devices, with_devices
 from gainstage._base.checks import brief
-from gainstage._base.configurable import Configurable, deserialize
+from gainstage._base.configurable import Configurable, object_from
 from gainstage._programs.true_cotangents import called_at
 from gainstage._scaling import gradients
 from gainstage._scaling.gradients import Gradients
@@ -53,7 +53,7 @@ from gainstage.optimizers._step.runner import (
 from gainstage.optimizers._step.saving import Saved, shown, without_legacy, wrong_count
 from gainstage.optimizers._step.slots import Initializer, Slots
 from gainstage.optimizers._step.store import Computed, Store
-from gainstage.optimizers._step.subclasses import missing, overrides
+from gainstage.optimizers._step.subclasses import missing_attribute, overrides
 from gainstage.optimizers._step.undecayed import Undecayed
 from gainstage.optimizers.schedules import LearningRateSchedule
 
@@ -206,7 +206,7 @@ class Optimizer(Configurable, Arguments, Saved):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            hint = missing(self, name)
+            hint = missing_attribute(self, name)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hint}")
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -868,6 +868,6 @@ class Optimizer(Configurable, Arguments, Saved):
         config = without_legacy(config)
         rate = config.get("learning_rate")
         if isinstance(rate, Mapping):
-            schedule = deserialize(rate, LearningRateSchedule, custom_objects)
+            schedule = object_from(rate, LearningRateSchedule, custom_objects)
             config = {**config, "learning_rate": schedule}
         return super().from_config(config, custom_objects)

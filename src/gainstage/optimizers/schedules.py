@@ -43,7 +43,7 @@ def _number_or_none(name: str, value: Any) -> int | float | None:
     return None if value is None else _number(name, value)
 
 
-def _numbers(name: str, value: Any) -> tuple[int | float, ...]:
+def _checked_numbers(name: str, value: Any) -> tuple[int | float, ...]:
     listed = isinstance(value, (Sequence, np.ndarray, jax.Array))
     if isinstance(value, (str, bytes)) or not listed:
         raise TypeError(f"Expected a list of numbers for {name}; got {value!r}.")
@@ -334,8 +334,8 @@ class PiecewiseConstantDecay(LearningRateSchedule):
     Source: `keras.optimizers.schedules.PiecewiseConstantDecay`.
     """
 
-    boundaries: Annotated[Sequence[int], _numbers]
-    values: Annotated[Sequence[float], _numbers]
+    boundaries: Annotated[Sequence[int], _checked_numbers]
+    values: Annotated[Sequence[float], _checked_numbers]
     name: str = "PiecewiseConstant"
 
     def __post_init__(self) -> None:
@@ -375,7 +375,7 @@ def serialize(schedule: LearningRateSchedule) -> dict[str, Any]:
     """
     if not isinstance(schedule, LearningRateSchedule):
         raise TypeError(f"Expected a schedule of gainstage; got {schedule!r}.")
-    return configurable.serialize(schedule)
+    return configurable.description_of(schedule)
 
 
 def deserialize(
@@ -392,4 +392,4 @@ def deserialize(
 
     Source: `keras.optimizers.schedules.deserialize`.
     """
-    return configurable.deserialize(config, LearningRateSchedule, custom_objects)
+    return configurable.object_from(config, LearningRateSchedule, custom_objects)

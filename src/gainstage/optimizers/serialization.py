@@ -39,7 +39,7 @@ def serialize(optimizer: Optimizer) -> dict[str, Any]:
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"Expected an optimizer of gainstage; got {optimizer!r}.")
-    return configurable.serialize(optimizer)
+    return configurable.description_of(optimizer)
 
 
 def deserialize(
@@ -68,7 +68,7 @@ def deserialize(
             f"Expected a configuration of an optimizer; got that of {name}. Write "
             f"gainstage.optimizers.schedules.deserialize(config)."
         )
-    return configurable.deserialize(config, Optimizer, custom_objects)
+    return configurable.object_from(config, Optimizer, custom_objects)
 
 
 def get(identifier: str | Mapping[str, Any] | Optimizer | None) -> Optimizer | None:

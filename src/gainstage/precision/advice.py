@@ -145,7 +145,7 @@ class Advice:
     def table(self) -> list[tuple[str, ...]]:
         """Returns the rows of the table, the first one with the names of the columns."""
         head = ("precision", "noise", "bias", "lost to 0", "scale", "kept", "products", self.card)
-        rows = [head, *map(_line, self.costs)]
+        rows = [head, *map(_row_text, self.costs)]
         if all(cost.name != FLOAT8 for cost in self.costs):
             why = "as float16" if CARDS[self.card].float8 else "not there"
             rows.append(("float8", why, *[""] * (len(head) - 2)))
@@ -346,7 +346,7 @@ def measured_advice(
         rows = [
             measured.row("float32", fun, samples.compiled(fun) if is_rounded else unrounded, 0),
             *([measured.row(EXACT, fun, unrounded, 0)] if is_rounded else []),
-            measured.row("bfloat16", *_both(samples, autocast(fun, "bfloat16")), 0),
+            measured.row("bfloat16", *_value_and_gradient(samples, autocast(fun, "bfloat16")), 0),
             measured.row("float16, unscaled", half, of_half, 0),
             measured.row("float16", half, of_half, None),
         ]
@@ -356,7 +356,7 @@ def measured_advice(
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             has_float8 = rates.float8 and measured.has_float8(eight)
         if has_float8:
-            rows.append(measured.row("float8", *_both(samples, eight), None))
+            rows.append(measured.row("float8", *_value_and_gradient(samples, eight), None))
         else:
             measured.skip_row()
     is_asked = card is not None or jax.default_backend() != "cpu"
@@ -364,7 +364,9 @@ def measured_advice(
     return Advice(rows, need, rates, len(samples), reference.is_clear, cards)
 
 
-def _both(samples: Samples, fun: Callable[..., Any]) -> tuple[Callable[..., Any], GradientsOf]:
+def _value_and_gradient(
+    samples: Samples, fun: Callable[..., Any]
+) -> tuple[Callable[..., Any], GradientsOf]:
     """A function, and its gradients."""
     return fun, samples.compiled(fun)
 
@@ -509,7 +511,7 @@ def _reason(advice: Advice) -> str:
     return f"{best.name}: {why}.{against}"
 
 
-def _line(cost: Cost) -> tuple[str, ...]:
+def _row_text(cost: Cost) -> tuple[str, ...]:
     products = ", ".join(f"{share:.0%} {dtype}" for dtype, share in cost.arithmetic.items())
     scale = "" if cost.exponent is None else f"2^{cost.exponent}"
     scale += " or more" * (cost.exponent == LAST_EXPONENT)

@@ -27,11 +27,11 @@ from gainstage.precision.needs import Need, needs_of
 from gainstage.precision.plan import DTYPES, FLOAT8, Plan
 from gainstage.precision.policy import (
     Width,
-    constant_of,
     default,
     half,
     measured,
     multiplied,
+    rounded_constant,
     width,
 )
 from gainstage.transforms.retrace import (
@@ -169,7 +169,7 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
             f"Expected a function without autocast for fun, with a Plan; got {fun!r}, which "
             f"autocast returned. Pass the function that it was given: fun.__wrapped__."
         )
-    plan = named(dtype)
+    plan = plan_or_dtype(dtype)
     if isinstance(plan, Plan):
         casting = _Casting(DTYPES[plan.dtype], plan)
     else:
@@ -184,7 +184,7 @@ class AutocastDecorator:
     """The decorator that `autocast` returns without a function."""
 
     def __init__(self, dtype: Any, loss_scale: float | None):
-        self._dtype, self._loss_scale = named(dtype), loss_scale
+        self._dtype, self._loss_scale = plan_or_dtype(dtype), loss_scale
 
     def __call__(self, fun: Callable[P, R]) -> Callable[P, R]:
         """Returns `autocast(fun, dtype, loss_scale=loss_scale)`."""
@@ -204,7 +204,7 @@ def _is_scalar_type(x: object) -> bool:
     return isinstance(x, type) and (issubclass(x, np.generic) or hasattr(x, "dtype"))
 
 
-def named(dtype: Any) -> str | Plan:
+def plan_or_dtype(dtype: Any) -> str | Plan:
     """A plan, or the name of a dtype: "float16", "bfloat16" or "float8"."""
     if isinstance(dtype, Plan):
         return dtype
@@ -359,7 +359,7 @@ class _Caster:
 
     def constant(self, x: ArrayLike) -> Retraced:
         """Says whether a constant may be rounded."""
-        return constant_of(x, self._dtype)
+        return rounded_constant(x, self._dtype)
 
     def compute(self, eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
         """Computes an operation, in half precision where a plan, or the policy, says so."""

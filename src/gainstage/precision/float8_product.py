@@ -37,16 +37,16 @@ def bits_to_fit(largest: jax.Array, limit: float) -> jax.Array:
 
 
 @custom_vmap
-def _largest(x: jax.Array) -> jax.Array:
+def _max_abs(x: jax.Array) -> jax.Array:
     """The largest absolute number of a tensor."""
     largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
     axes = varying_axes(largest)
     return lax.pmax(largest, tuple(sorted(axes))) if axes else largest
 
 
-@_largest.def_vmap
+@_max_abs.def_vmap
 def _largest_of_all(size: int, is_batched: Any, x: jax.Array) -> tuple[jax.Array, bool]:
-    return _largest(x), False
+    return _max_abs(x), False
 
 
 def rounded(x: jax.Array, dtype: np.dtype) -> Tensor8:
@@ -56,21 +56,21 @@ def rounded(x: jax.Array, dtype: np.dtype) -> Tensor8:
     An inf or NaN stays non-finite, so that the step is skipped. Its derivative is 0: `multiply` has
     that of the product.
     """
-    return _rounded(x, dtype)
+    return _round_to_float8(x, dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _rounded(x: jax.Array, dtype: np.dtype) -> Tensor8:
-    largest = _largest(x)
+def _round_to_float8(x: jax.Array, dtype: np.dtype) -> Tensor8:
+    largest = _max_abs(x)
     bits = bits_to_fit(largest, float(jnp.finfo(dtype).max))
     bits = jnp.where((largest > 0) & jnp.isfinite(largest), bits, 0)
     wide = x.astype(jnp.float32) * jnp.ldexp(jnp.float32(1), bits)
     return Tensor8(wide.astype(dtype), jnp.ldexp(jnp.float32(1), -bits))
 
 
-@_rounded.defjvp
+@_round_to_float8.defjvp
 def _no_derivative(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[Tensor8, Tensor8]:
-    small = _rounded(*primals, dtype)
+    small = _round_to_float8(*primals, dtype)
     # A zero that depends on the tangent: JAX would forget another one, and `in_a_gradient` would
     # not see that it is differentiated. Nothing computes it.
     zero = 0 * jnp.sum(tangents[0], dtype=jnp.float32)
@@ -99,7 +99,9 @@ def to_operand(x: jax.Array) -> Tensor8:
     return rounded(x, E4M3)
 
 
-def product(a: Tensor8, b: Tensor8, dims: Dims, sharding: NamedSharding | None = None) -> jax.Array:
+def product_of_tensors(
+    a: Tensor8, b: Tensor8, dims: Dims, sharding: NamedSharding | None = None
+) -> jax.Array:
     """The product in float32."""
     out = lax.dot_general(a.x, b.x, dims, preferred_element_type=jnp.float32, out_sharding=sharding)
     return out * a.unit * b.unit  # one after the other: the product of both could overflow
@@ -119,7 +121,7 @@ def to_left(g: Tensor8, a: jax.Array, b: Tensor8, dims: Dims) -> jax.Array:
     first = len(batch_a) + len(free_a)
     columns, batch = tuple(range(first, g.x.ndim)), tuple(range(len(batch_a)))
     order = [*batch_a, *free_a, *(over_a[i] for i in np.argsort(over_b))]
-    out = product(g, b, ((columns, free_b), (batch, batch_b)), _in_order(a, order))
+    out = product_of_tensors(g, b, ((columns, free_b), (batch, batch_b)), _in_order(a, order))
     return _moved(out, order)
 
 
@@ -130,7 +132,7 @@ def to_right(g: Tensor8, a: Tensor8, b: jax.Array, dims: Dims) -> jax.Array:
     rows = tuple(range(len(batch_a), len(batch_a) + len(free_a)))
     order = [*batch_b, *(over_b[i] for i in np.argsort(over_a)), *free_b]
     batch = tuple(range(len(batch_a)))
-    out = product(a, g, ((free_a, rows), (batch_a, batch)), _in_order(b, order))
+    out = product_of_tensors(a, g, ((free_a, rows), (batch_a, batch)), _in_order(b, order))
     return _moved(out, order)
 
 
@@ -166,13 +168,13 @@ class ProductSpec(NamedTuple):
 def _multiplied(
     spec: ProductSpec, x: jax.Array, w: jax.Array, x8: Tensor8, w8: Tensor8
 ) -> jax.Array:
-    return product(x8, w8, spec.dims, spec.sharding).astype(spec.dtype)
+    return product_of_tensors(x8, w8, spec.dims, spec.sharding).astype(spec.dtype)
 
 
 def _forward(
     spec: ProductSpec, x: jax.Array, w: jax.Array, x8: Tensor8, w8: Tensor8
 ) -> tuple[jax.Array, tuple[Tensor8, Tensor8]]:
-    out = product(x8, w8, spec.dims, spec.sharding).astype(spec.dtype)
+    out = product_of_tensors(x8, w8, spec.dims, spec.sharding).astype(spec.dtype)
     return out, (in_a_gradient(x8), in_a_gradient(w8))
 
 

@@ -71,12 +71,12 @@ def in_half(kernel: Callable[P, R], *, float32: Callable[P, R] | None = None) ->
             except Exception as error:
                 explain_float32(error)
                 raise
-        return _both(kernel, wide, (args, kwargs))
+        return _as_one_equation(kernel, wide, (args, kwargs))
 
     return chosen
 
 
-def _both(kernel: Callable[..., R], wide: Callable[..., R], arguments: Any) -> R:
+def _as_one_equation(kernel: Callable[..., R], wide: Callable[..., R], arguments: Any) -> R:
     """The call as one equation: a `cond` of which `autocast` takes one program. All that retraces
     the function finds the same program, whichever is computed."""
     leaves, tree = jax.tree.flatten(arguments)

@@ -237,7 +237,7 @@ def _numbers_in(
     numbers: dict[str, Any] = {
         name: math.nan if x is None and name in unknown else x for name, x in found.items()
     }
-    if not all(map(_is_number, numbers.values())):
+    if not all(map(_is_count, numbers.values())):
         raise ValueError(f"the row {checks.brief(content)}")
     return numbers
 
@@ -252,14 +252,14 @@ def _operation(row: dict[str, Any]) -> Operation:
     numbers = _numbers_in(row, ("share", "noise", "bias", "largest"), ("noise", "bias"))
     operation = Operation(**{**row, **numbers, "path": tuple(row["path"])})
     texts = (operation.name, operation.line, operation.layer, operation.reason)
-    are_right = all(map(_is_number, operation.path)) and all(isinstance(x, str) for x in texts)
+    are_right = all(map(_is_count, operation.path)) and all(isinstance(x, str) for x in texts)
     of_product = [FLOAT8] if operation.name == "dot_general" else []
     if not are_right or operation.dtype not in ("float32", *DTYPES, *of_product):
         raise ValueError(f"the row {checks.brief(row)}")
     return operation
 
 
-def _is_number(x: object) -> bool:
+def _is_count(x: object) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 

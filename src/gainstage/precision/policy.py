@@ -20,7 +20,7 @@ from gainstage._base._jax import JaxprEqn, Tracer, is_differentiated
 from gainstage._programs import jaxprs, patterns
 from gainstage._programs.in_dtype import converted, in_dtype, in_range, is_float32
 from gainstage._programs.operations import MOVES, PRODUCTS, Trait, names_with
-from gainstage._programs.patterns import moves, power_of
+from gainstage._programs.patterns import exponent_of, moves
 from gainstage.precision.calls import Call
 from gainstage.precision.needs import Need
 from gainstage.precision.wide_results import (
@@ -184,7 +184,7 @@ def _follows(call: Call) -> bool:
 def _multiplies(call: Call) -> bool:
     """Whether a product of elements may follow: one of different ones, by no large number."""
     is_by_much = any(abs(x) >= LARGE_FACTOR for x in call.numbers)
-    return not is_by_much and not power_of(call.eqn) and _follows(call)
+    return not is_by_much and not exponent_of(call.eqn) and _follows(call)
 
 
 def _is_normalised(call: Call) -> bool:
@@ -229,11 +229,14 @@ def half(call: Call, is_planned: bool = False) -> list[Retraced]:
             product = jnp.multiply(*(x.astype(SINGLE) for x in xs))
             return [Retraced(product.astype(dtype))]
     pairs = zip(values, eqn.invars, strict=True)
-    xs = [_rounded(call, value) if is_float32(variable) else value.x for value, variable in pairs]
+    xs = [
+        _rounded_operand(call, value) if is_float32(variable) else value.x
+        for value, variable in pairs
+    ]
     return [Retraced(x) for x in in_dtype(eqn, xs, dtype, {SINGLE})]
 
 
-def _rounded(call: Call, value: Retraced) -> jax.Array:
+def _rounded_operand(call: Call, value: Retraced) -> jax.Array:
     """An operand of an operation in half precision."""
     x = value.x
     if call.name in ("add", "sub") and any(value is each for each in call.broadcast):
@@ -255,7 +258,7 @@ def raised(call: Call) -> list[Retraced]:
     return [Retraced(power(call.eqn, call.floats[0]), Kind.POWER)]
 
 
-def _bounded(call: Call) -> list[Retraced]:
+def _compute_bounded(call: Call) -> list[Retraced]:
     return [Retraced(bounded(call.eqn, call.floats[0].x, call.dtype))]
 
 
@@ -271,7 +274,7 @@ def activated(call: Call) -> list[Retraced]:
         return [value.x.astype(dtype) for value in evaluate(*map(Retraced, xs))]
 
     def constant(x: Any) -> Retraced:
-        return constant_of(x, dtype)
+        return rounded_constant(x, dtype)
 
     @jax.custom_jvp
     def activation(*xs: jax.Array) -> list[jax.Array]:
@@ -312,10 +315,10 @@ FOLLOWERS = (
     ),
     Follower(
         "a power", frozenset(("mul", "square", "integer_pow")),
-        lambda call: call.is_half and bool(power_of(call.eqn)), raised,
+        lambda call: call.is_half and bool(exponent_of(call.eqn)), raised,
         "32.0% of temporaries, features with an offset (NNX)",
     ),
-    Follower("a bounded function of a power", frozenset(BOUNDED), _is_of_power, _bounded,
+    Follower("a bounded function of a power", frozenset(BOUNDED), _is_of_power, _compute_bounded,
         "32.0% of temporaries, features with an offset (NNX)"),
     Follower(
         "an activation", frozenset(("custom_jvp_call",)), _is_activation, activated,
@@ -328,7 +331,7 @@ for _row in FOLLOWERS:
         BY_OPERATION.setdefault(_name, []).append(_row)
 
 
-def constant_of(x: Any, dtype: np.dtype) -> Retraced:
+def rounded_constant(x: Any, dtype: np.dtype) -> Retraced:
     """A constant of a program, which may be rounded if half precision holds it."""
     # What a function closes over and is differentiated is a parameter, as a bound variable is.
     if isinstance(x, Tracer):
@@ -354,7 +357,7 @@ def default(call: Call, without: frozenset[str] = frozenset()) -> list[Retraced]
 
 def measured(call: Call) -> list[Retraced]:
     """The results of an operation that a plan keeps in float32, or says nothing of."""
-    if call.is_half and power_of(call.eqn):
+    if call.is_half and exponent_of(call.eqn):
         return raised(call)
     if call.name == "custom_jvp_call" and _is_activation(call):
         return activated(call)
@@ -388,10 +391,13 @@ def wide(call: Call) -> list[Retraced]:
     """The results of an operation in float32."""
     is_exact = bool(call.need & (Need.ALL | Need.OPERANDS))
     params = patterns.exact_params(call.eqn) if is_exact else None
-    return [Retraced(value.x, _kind(call)) for value in as_written(call.eqn, call.values, params)]
+    return [
+        Retraced(value.x, _kind_of_result(call))
+        for value in as_written(call.eqn, call.values, params)
+    ]
 
 
-def _kind(call: Call) -> Kind:
+def _kind_of_result(call: Call) -> Kind:
     """The kind of the result of an operation in float32."""
     name, kinds = call.name, [value.kind for value in call.floats]
     own = {Kind.FREE if h else kind for h, kind in zip(call.held, kinds, strict=True)}

@@ -12,7 +12,7 @@ from jax import lax
 
 from gainstage._base._jax import JaxprEqn, Primitive
 from gainstage._programs import jaxprs
-from gainstage._programs.patterns import power_of
+from gainstage._programs.patterns import exponent_of
 from gainstage.transforms.retrace import SINGLE, Retraced
 
 # Bounded functions, whose results are in half precision: each with its derivative, by its result.
@@ -25,7 +25,7 @@ BOUNDED: dict[str, Callable[[jax.Array], jax.Array]] = {
 def power(eqn: JaxprEqn, value: Retraced) -> jax.Array:
     """The power in float32 of a half-precision array, which the backward pass keeps instead."""
     with jaxprs.inside(eqn):
-        return _power(power_of(eqn))(value.float32, value.x)
+        return _power(exponent_of(eqn))(value.float32, value.x)
 
 
 @functools.cache

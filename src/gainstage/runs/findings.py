@@ -8,7 +8,7 @@ from gainstage._base.checks import as_power
 from gainstage.runs.history import LONG_STREAK, MEMORY, WINDOW, History
 from gainstage.runs.skip_causes import SkipCause, Streak, cause_of
 from gainstage.runs.telemetry import ADVISE
-from gainstage.transforms.audit import XRAY_IT, percent
+from gainstage.transforms.audit import XRAY_IT, percentage
 from gainstage.transforms.audited_run import ENOUGH
 
 AUDITED = "loss", "gradient", "tensor"  # what an audit compares with float32
@@ -273,7 +273,7 @@ def _audited(history: History) -> Facts:
     if not (is_far or len(audits) == ENOUGH):
         return None
     worst = audits[0]
-    errors = {kind: percent(float(worst[f"audit_{kind}_error"])) for kind in AUDITED}
+    errors = {kind: percentage(float(worst[f"audit_{kind}_error"])) for kind in AUDITED}
     return {"at": worst["step"], "name": worst.get("audit_tensor", ""), **errors}
 
 

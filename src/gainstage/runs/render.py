@@ -3,13 +3,13 @@
 from typing import Any
 
 from gainstage import __version__
-from gainstage._base.extras import missing
+from gainstage._base.extras import missing_package
 from gainstage.runs.rows import LONGEST, printable
 
 try:
     import jinja2
 except ModuleNotFoundError as _error:
-    raise missing("jinja2", "report") from _error
+    raise missing_package("jinja2", "report") from _error
 
 # The colors of all pages and pictures, on paper and in the dark.
 LIGHT = {

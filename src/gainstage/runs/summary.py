@@ -16,7 +16,7 @@ from gainstage.runs.recording import NOTHING, Run, measures, stretches
 from gainstage.runs.rows import LONGEST, Rows, printable
 from gainstage.runs.skip_causes import why_skipped
 from gainstage.runs.telemetry import left_out, underflow_summary
-from gainstage.transforms.audit import percent
+from gainstage.transforms.audit import percentage
 
 LOST_BITS = 3  # powers of two that bad data took from the scale, from which on it is said
 SLACK = 600  # seconds between the first step and its record, which may wait for others
@@ -211,7 +211,7 @@ def _audits(run: Run) -> dict[str, Any]:
         return {}
     off = there & (run.get("audit_ok") == 0)
     worst = {kind: np.where(there, errors, -1).argmax() for kind, errors in column.items()}
-    most = {kind: percent(column[kind][place]) for kind, place in worst.items()}
+    most = {kind: percentage(column[kind][place]) for kind, place in worst.items()}
     step = int(run.steps[worst["tensor"]])
     name = printable(run.audited.get(step, "?"))
     return {

@@ -195,8 +195,8 @@ class AuditResult:
             )
         name, error = self.worst
         errors = (
-            f"the loss is off by {percent(self.loss_error)} from float32, all gradients by "
-            f"{percent(self.gradient_error)}, the worst tensor {name!r} by {percent(error)}"
+            f"the loss is off by {percentage(self.loss_error)} from float32, all gradients by "
+            f"{percentage(self.gradient_error)}, the worst tensor {name!r} by {percentage(error)}"
         )
         if self.ok:
             of_all, of_tensor = self.bounds[1:]
@@ -205,7 +205,7 @@ class AuditResult:
             return f"{errors}, within the bounds."
         is_backward = self.loss_error <= self.bounds[0]
         return (
-            f"{errors}, past the bounds of {', '.join(map(percent, self.bounds))}. {XRAY_IT}"
+            f"{errors}, past the bounds of {', '.join(map(percentage, self.bounds))}. {XRAY_IT}"
             f"{NOT_LINEAR if is_backward else ''}"
         )
 
@@ -452,7 +452,9 @@ def _compare(
     def moved(size: jax.Array) -> jax.Array:
         """The squares of the changes of the gradients if each parameter is rounded."""
         with IS_KEPT(True), jax.default_matmul_precision("highest"):
-            _, other, _ = side(jnp.float32(1.0), _rounded(arrays, partition.params.count, size))
+            _, other, _ = side(
+                jnp.float32(1.0), _with_roundings(arrays, partition.params.count, size)
+            )
         other = [t for t in jax.tree.leaves(other) if jnp.issubdtype(t.dtype, jnp.inexact)]
         return jnp.stack([square(o - t) for o, (_, _, t, _) in zip(other, named, strict=True)])
 
@@ -491,7 +493,7 @@ def _compare(
     return AuditResult(numbers, None, tuple(name for name, *_ in named), part=part)
 
 
-def _rounded(arrays: list[Any], count: int, size: jax.Array) -> list[Any]:
+def _with_roundings(arrays: list[Any], count: int, size: jax.Array) -> list[Any]:
     """The first arrays, each number off by a relative `size`, up or down; the rest as they are."""
 
     def off(x: Any) -> Any:
@@ -509,7 +511,7 @@ def _ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
     return jnp.where(part == 0, 0.0, part / jnp.where(part == 0, 1.0, whole))
 
 
-def percent(share: float) -> str:
+def percentage(share: float) -> str:
     """An error as text."""
     return f"{100 * share:.2g} %"
 

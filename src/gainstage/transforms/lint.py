@@ -9,7 +9,16 @@ import jax
 
 from gainstage._base._jax import JaxprEqn
 from gainstage._programs import degrees
-from gainstage._programs.degrees import FREE, ONE, OWN, THROWN_AWAY, Mark, Seen, power_of, product
+from gainstage._programs.degrees import (
+    FREE,
+    ONE,
+    OWN,
+    THROWN_AWAY,
+    Mark,
+    Seen,
+    degree_of_product,
+    scale_power,
+)
 from gainstage._programs.places import line_of
 from gainstage._variables.bridge import recorded
 from gainstage._variables.sharding import SUMMED
@@ -185,7 +194,7 @@ def lint(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Fault]:
 
     Source: units of measure in programs, Kennedy, 1994.
     """
-    return read(step, *args, **kwargs).faults
+    return read_program(step, *args, **kwargs).faults
 
 
 class Reading(NamedTuple):
@@ -196,7 +205,7 @@ class Reading(NamedTuple):
     unknown: int  # the gradients of which nothing is known, such as those of a kernel
 
 
-def read(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Reading:
+def read_program(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Reading:
     """Reads a step, as `lint` does."""
     if not callable(step):
         raise TypeError(f"Expected a function for step; got {step!r}.")
@@ -286,13 +295,13 @@ def _of_update(state: Mark | None, by: Mark | None, grads: Sequence[Mark]) -> It
     kind = unit[0] if isinstance(unit, tuple) else ""
     # One that is made in the program is no argument of it, and need not be; nor is it known where
     # else its number stands.
-    is_number = _is_number(unit)
+    is_number = _is_written_out(unit)
     is_held = kind == "constant" or (state.value.still and kind != "made")
     if moves and is_held and "variable" not in state.options:
         yield _fault("constant", state)
         return
     divisor = by.value.degree if by else ONE
-    if by and moves and not power_of(divisor, unit) and _is_written(by.value):
+    if by and moves and not scale_power(divisor, unit) and _is_written(by.value):
         yield _fault("constant divisor", state)
         return
     values = [mark.value for mark in grads if mark.value.degree != FREE]
@@ -300,7 +309,7 @@ def _of_update(state: Mark | None, by: Mark | None, grads: Sequence[Mark]) -> It
         return
     if values and not any(x.through for x in values):
         plain = next((mark for mark in grads if _is_plain(mark.value)), None)
-        if plain and moves and (by is None or power_of(divisor, unit)):
+        if plain and moves and (by is None or scale_power(divisor, unit)):
             yield _fault("not scaled", state, plain.value.last or plain.eqn)
         return
     for x in values:
@@ -321,8 +330,12 @@ def _of_gradient(x: Seen, state: Mark, by: Mark | None) -> Iterator[Fault]:
         yield _fault("other state", state)
         return
     inside = next((flaw for flaw in x.flaws if flaw.is_inside), None)
-    degree = None if x.degree is None else product(x.degree, by.value.degree if by else ONE, -1)
-    n = 0 if _is_number(unit) else power_of(degree, unit)
+    degree = (
+        None
+        if x.degree is None
+        else degree_of_product(x.degree, by.value.degree if by else ONE, -1)
+    )
+    n = 0 if _is_written_out(unit) else scale_power(degree, unit)
     rounds = inside is not None and inside.name in degrees.ROUNDS.values()
     if inside is not None and (n or degree is None or rounds):
         yield _fault("not in proportion", state, inside.eqn, name=inside.name)
@@ -345,7 +358,7 @@ def _of_gradient(x: Seen, state: Mark, by: Mark | None) -> Iterator[Fault]:
             yield _fault("hidden", state, flaw.eqn, name=flaw.name, remedy=remedy)
 
 
-def _is_number(unit: Any) -> bool:
+def _is_written_out(unit: Any) -> bool:
     """Whether a loss scale is a number that is written out in the program."""
     return isinstance(unit, tuple) and unit[0] == "made" and isinstance(unit[1], float)
 

@@ -32,7 +32,7 @@ def loss_scaled_state(opt_state: OptState) -> LossScaledState:
     if len(states) != 1:
         raise ValueError(
             f"Expected exactly one state of gainstage.loss_scaled(tx).init(params) in opt_state; "
-            f"got {len(states)} in {_kind(opt_state)}. {_remedy(opt_state, states)}"
+            f"got {len(states)} in {_what_it_is(opt_state)}. {_remedy(opt_state, states)}"
         )
     state = states[0]
     if not hasattr(state.rule_state, "scale"):
@@ -50,7 +50,7 @@ def no_rule_state(value: object) -> TypeError:
     )
 
 
-def _kind(tree: PyTree) -> str:
+def _what_it_is(tree: PyTree) -> str:
     """What a user passed, in a few words."""
     if isinstance(tree, optax.GradientTransformation):
         return "a transformation"

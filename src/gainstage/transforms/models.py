@@ -272,13 +272,13 @@ class Copy:
         if copy is None:
             copy = jax.tree.map(lambda x: x, original) if nodes else original
         self.tree: Any = _sharing_as(nodes, copy)
-        self._before = {at: jax.tree.leaves(x) for at, x in _flat(nodes_in(self.tree))}
+        self._before = {at: jax.tree.leaves(x) for at, x in _flat_state(nodes_in(self.tree))}
 
     def changes(self) -> PyTree:
         """What a call has changed of the objects, as a pytree of arrays; {} if nothing."""
         new = [
             (at, x)
-            for at, x in _flat(nodes_in(self.tree))
+            for at, x in _flat_state(nodes_in(self.tree))
             if not _same(jax.tree.leaves(x), self._before.get(at))
         ]
         return _nnx().from_flat_state(new) if new else {}
@@ -329,8 +329,8 @@ def _sharing_as(nodes: Sequence[Any], copy: Tree) -> Tree:
     """A copy of a pytree, whose NNX objects share variables as these nodes of the original do."""
     if not nodes:
         return copy
-    places = [at for at, _ in _flat(nodes)]
-    copies = dict(_flat(nodes_in(copy)))
+    places = [at for at, _ in _flat_state(nodes)]
+    copies = dict(_flat_state(nodes_in(copy)))
     if len(places) == len(copies):
         return copy
     state = _nnx().from_flat_state([(at, copies[at]) for at in places])
@@ -338,7 +338,7 @@ def _sharing_as(nodes: Sequence[Any], copy: Tree) -> Tree:
     return jax.tree.map(lambda x: next(merged) if is_node(x) else x, copy, is_leaf=is_node)
 
 
-def _flat(nodes: Sequence[Any]) -> list[tuple[At, Any]]:
+def _flat_state(nodes: Sequence[Any]) -> list[tuple[At, Any]]:
     return list(_nnx().to_flat_state(_nnx().state(nodes))) if nodes else []
 
 

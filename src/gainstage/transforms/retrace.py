@@ -108,7 +108,7 @@ def replayed(
         types = [variable.aval for variable in program.outvars]
         with cotangents_times(given_scale()):
             if IS_KEPT.value:
-                return in_float32(program, types)(*arrays)
+                return as_float32_function(program, types)(*arrays)
             replay = begin(program)
             pairs = zip(arrays, _kinds(arguments), strict=True)
             evaluate = function_of(replay.compute, replay.constant, program, types)
@@ -220,7 +220,9 @@ def function_of(
     return evaluate
 
 
-def in_float32(program: AnyJaxpr, types: Sequence[AbstractValue]) -> Callable[..., list[jax.Array]]:
+def as_float32_function(
+    program: AnyJaxpr, types: Sequence[AbstractValue]
+) -> Callable[..., list[jax.Array]]:
     """The function of a program, on arrays, as it is written."""
     evaluate = function_of(lambda eqn, xs, _: as_written(eqn, xs), Retraced, program, types)
     return lambda *arrays: [value.x for value in evaluate(*map(Retraced, arrays))]

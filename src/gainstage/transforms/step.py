@@ -194,7 +194,7 @@ class Step(NamedTuple):
         if isinstance(opt_state, LossScaledState):
             options["loss_scale"] = scale
             if shardings:
-                options |= _placed(partition, shardings, grads)
+                options |= _sharding_options(partition, shardings, grads)
         else:  # others get the gradients first
             grads = gradients.unscale(grads, scale)
         new = apply_gradients(self.tx, state, grads, backward.extra, backward.loss, **options)
@@ -227,7 +227,9 @@ def _with_opt_state(taken: Taken, opt_state: OptState) -> Taken:
     return [*lists.params, *lists.extra, *jax.tree.leaves((opt_state, step))], outcome
 
 
-def _placed(partition: Partition, shardings: Sequence[Any], grads: PyTree) -> dict[str, Any]:
+def _sharding_options(
+    partition: Partition, shardings: Sequence[Any], grads: PyTree
+) -> dict[str, Any]:
     """What an update takes of the shardings of the arrays of a model."""
     model = partition.params.combine(shardings)
     each = leaves_and_none(kind_of(model).chosen(model, grads))

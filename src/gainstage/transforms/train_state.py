@@ -85,7 +85,7 @@ class TrainState(Generic[Params]):
     _returned: ClassVar[Any] = None  # what `train_step` notes of a state that it has returned
 
     @staticmethod
-    @checks.explained(
+    @checks.explains(
         "Write gainstage.TrainState.create(params, tx), and by name extra=, telemetry=True, or "
         "rule=gainstage.DynamicLossScale(2.0**15) for another first loss scale."
     )

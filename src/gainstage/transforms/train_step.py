@@ -118,7 +118,7 @@ def train_step(
 ) -> "TrainStep[*tuple[Any, ...]]": ...
 
 
-@checks.explained(
+@checks.explains(
     "Write state = gainstage.TrainState.create(params, tx), step = gainstage.train_step(loss_fn), "
     "and state, loss = step(state, *batch)."
 )

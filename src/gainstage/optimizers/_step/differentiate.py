@@ -51,7 +51,7 @@ class Differentiated(NamedTuple):
         if decisions and self.assigned:
             variables, values = list(self.assigned), list(self.assigned.values())
             if conditions:
-                values = selected(conditions, values, read(variables))
+                values = new_or_old(conditions, values, read(variables))
             assign(variables, values)
         return conditions
 
@@ -172,7 +172,7 @@ def _with_aux(result: object) -> tuple[Any, Any]:
 
 
 @jax.jit
-def selected(conditions: list[Any], new: list[Any], old: list[Any]) -> list[jax.Array]:
+def new_or_old(conditions: list[Any], new: list[Any], old: list[Any]) -> list[jax.Array]:
     """The new values if all conditions hold, else the old ones."""
     applied = jnp.stack(conditions).all()
     return [jnp.where(applied, n, o) for n, o in zip(new, old, strict=True)]

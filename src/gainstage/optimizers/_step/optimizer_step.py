@@ -12,7 +12,7 @@ import numpy as np
 
 from gainstage._base import checks
 from gainstage._base.arrays import NOT_TRACED
-from gainstage._base.configurable import serialize
+from gainstage._base.configurable import description_of
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import norms as norms_of
 from gainstage._scaling.gradients import Gradients
@@ -35,7 +35,9 @@ class StepOptions(Options):
         """How gradients are clipped."""
         limits = [(name, getattr(self, name)) for name in sorted(CLIPS)]
         given = [(name, limit) for name, limit in limits if limit is not None]
-        return gradients.Clip(given[0][0], checks.in_float32(given[0][1])) if given else None
+        return (
+            gradients.Clip(given[0][0], checks.clipped_to_float32(given[0][1])) if given else None
+        )
 
     def updates(self, steps: Any) -> Any:
         """The number of updates that this many steps make."""
@@ -162,7 +164,7 @@ class LearningRate:
         if isinstance(self.source, Variable):
             return checks.shortest(self.source)
         if isinstance(self.source, LearningRateSchedule):
-            return serialize(self.source)
+            return description_of(self.source)
         return self.source
 
 

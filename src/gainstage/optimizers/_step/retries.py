@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gainstage._scaling.retry_loop import Attempt, may_help, try_again
 from gainstage._variables.bridge import assign, functionalize, read, write
 from gainstage._variables.variable import Variable, is_tracing
-from gainstage.optimizers._step.differentiate import Differentiated, selected
+from gainstage.optimizers._step.differentiate import Differentiated, new_or_old
 from gainstage.optimizers._step.store import LossScaleStore
 
 
@@ -59,9 +59,9 @@ def take_with_retries(
         start = Attempt(first.helps, (first.result, read(carried)))
         _, ((result, applied), values) = try_again(start, once_more, retries)
         write(carried, values)
-        write(scales, selected([applied], read(scales), after_one))
+        write(scales, new_or_old([applied], read(scales), after_one))
         return result
     count, (result, applied) = try_again(first, again, retries)
     if count:
-        assign(scales, selected([applied], read(scales), after_one))
+        assign(scales, new_or_old([applied], read(scales), after_one))
     return result

@@ -172,8 +172,10 @@ def _converted(weight: npt.ArrayLike, dtype: np.dtype) -> jax.Array:
     Floating numbers may be rounded, but not become infinite; other numbers must not change. A whole
     number of any dtype is an integer."""
     array = weight if isinstance(weight, jax.Array) else np.asarray(weight)
-    kinds = _kind(array.dtype), _kind(dtype)
-    if kinds == (_kind(np.dtype(float)), _kind(np.dtype(int))) and not isinstance(array, Tracer):
+    kinds = _rank_of_dtype(array.dtype), _rank_of_dtype(dtype)
+    if kinds == (_rank_of_dtype(np.dtype(float)), _rank_of_dtype(np.dtype(int))) and not isinstance(
+        array, Tracer
+    ):
         array = np.asarray(array)
     elif kinds[0] > kinds[1]:
         raise TypeError(f"{array.dtype} in {dtype}")
@@ -187,7 +189,7 @@ def _converted(weight: npt.ArrayLike, dtype: np.dtype) -> jax.Array:
     return jnp.asarray(owned(array), dtype)
 
 
-def _kind(dtype: np.dtype) -> int:
+def _rank_of_dtype(dtype: np.dtype) -> int:
     """The rank of a dtype: each kind of numbers fits into later ones; the last is not real."""
     kinds: tuple[Any, ...] = (jnp.bool_, jnp.integer, jnp.floating)
     return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), len(kinds))

@@ -20,7 +20,7 @@ def is_ours(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "gainstage"
 
 
-def missing(optimizer: object, name: str) -> str:
+def missing_attribute(optimizer: object, name: str) -> str:
     """What to do about an attribute that an optimizer does not have."""
     held, cls = vars(optimizer), type(optimizer)
     if name == "_store":
