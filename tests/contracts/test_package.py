@@ -51,9 +51,6 @@ BY_NAME = {
     "_base/warn.py": "the user's line, for a warning",
     "interop/keras_statistics.py": "what Keras's trainer has computed, and does not pass on",
     "transforms/models.py": USER_HAS,
-    "transforms/nnx_objects.py": USER_HAS,
-    "transforms/train_state.py": USER_HAS,
-    "transforms/refusals.py": USER_HAS,
 }
 
 
@@ -112,7 +109,7 @@ def test_no_two_modules_have_one_name():
     assert sorted(names) == sorted(set(names))
 
 
-# The names that a face of Keras or TensorFlow has as its document does, or as another face has them.
+# What a face has as its document does, or as another face has it.
 FACES = {"advise", "autocast", "deserialize", "serialize", "tune"}
 
 

@@ -13,7 +13,7 @@ from gainstage._base._jax import ClosedJaxpr
 from gainstage._base.arrays import ARRAYS, is_key, joined, partition
 from gainstage._variables.types import PyTree
 from gainstage._xray.numbers import has_floats
-from gainstage.transforms.value_and_grad import Loss
+from gainstage.transforms.value_and_grad import LossFunction
 
 
 class Program(NamedTuple):
@@ -27,7 +27,7 @@ class Program(NamedTuple):
     is_finite: Callable[..., jax.Array]  # of the scale and the arguments: the compiled program
 
 
-def program_of(loss: Loss, args: Sequence[Any], argnums: int | Sequence[int]) -> Program:
+def program_of(loss: LossFunction, args: Sequence[Any], argnums: int | Sequence[int]) -> Program:
     """Traces the loss and its gradients.
 
     Args:

@@ -24,7 +24,7 @@ from gainstage.precision.autocast import plan_of
 from gainstage.runs.telemetry import ADVISE
 from gainstage.transforms.loss_scaled_state import loss_scaled_state
 from gainstage.transforms.train_state import TrainState
-from gainstage.transforms.value_and_grad import Loss
+from gainstage.transforms.value_and_grad import LossFunction
 
 __all__ = ["Cause", "Remedy", "Window", "Xray", "xray"]
 
@@ -111,7 +111,7 @@ def xray(
             "step without loss scaling."
         )
     value = checks.loss_scale("scale", float(np.asarray(scale)))
-    program = program_of(Loss(loss_fn, has_aux, using, has_extra), args, argnums)
+    program = program_of(LossFunction(loss_fn, has_aux, using, has_extra), args, argnums)
     steps = jaxprs.count(program.jaxpr)
     with counted(steps, "X-ray", "trying change", every=16, shows=progress) as tick:
         return Xray(program, float(value), tick, prescribe, compiled, is_cast, is_next)

@@ -29,7 +29,7 @@ LINES = {FLOAT32: ("-", 7), BFLOAT16: (":", 3), UNSCALED: ("-", 3), SCALED: ("--
 MARKERS = {FLOAT32: ("s", 17), BFLOAT16: ("D", 10), SCALED: ("*", 10)}
 BOLD: dict[str, Any] = {"fontsize": 20, "fontweight": "bold"}
 OVER: dict[str, Any] = {"textcoords": "offset points", "ha": "center"}
-SETTINGS: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 15,
     "axes.titlesize": 18,
     "axes.grid": True,
@@ -42,7 +42,7 @@ SETTINGS: dict[Any, Any] = {
 def save(comparison: Comparison, path: Path) -> None:
     """Draws the images of each mode, and four panels: errors, batches, gradient, scale."""
     plain, scaled = (comparison.by_mode[mode] for mode in (UNSCALED, SCALED))
-    with mpl.rc_context(SETTINGS):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(15, 14.5), dpi=100, layout="constrained")
         figure.suptitle(
             f"float16 ends with {comparison.times(plain):.2f} × the error of float32, "

@@ -14,7 +14,7 @@ from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_measured import as_arrays, refuse_own_step
 from gainstage.transforms.audit import BOUNDS, Given, checked_bounds
 from gainstage.transforms.audited_run import AuditedRun, Audits
-from gainstage.transforms.value_and_grad import Loss
+from gainstage.transforms.value_and_grad import LossFunction
 
 
 class Audit(keras.callbacks.Callback):
@@ -78,7 +78,7 @@ class Audit(keras.callbacks.Callback):
         refuse_own_step(model, "gainstage.audit")
         if self._run is None or self._of is not model:
             self._of = model
-            self._run = AuditedRun(Loss(_loss_by_names(model)), self._every, self._bounds)
+            self._run = AuditedRun(LossFunction(_loss_by_names(model)), self._every, self._bounds)
         # After a fit that was interrupted, the function of that one is still there.
         plain = getattr(model.train_function, "plain", model.train_function)
         model.train_function = self._audited(model, plain)

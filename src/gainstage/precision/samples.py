@@ -15,7 +15,7 @@ from gainstage._base.arrays import Static, joined, partition
 from gainstage._scaling import gradients
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import plan_of
-from gainstage.transforms.value_and_grad import Loss
+from gainstage.transforms.value_and_grad import LossFunction
 
 MOST_SHOWN = 4  # arrays of a batch in an error
 MIN_BATCHES = 2  # batches: from one, noise and bias cannot be told apart
@@ -125,7 +125,7 @@ class Samples:
     ) -> list[jax.Array]:
         """The loss and the gradients of a function at a loss scale, in float32."""
         args = self.args(arrays)
-        backward = Loss(fun, self.has_aux, self._using).backward(scale, args)
+        backward = LossFunction(fun, self.has_aux, self._using).backward(scale, args)
         grads = gradients.unscale(backward.grads, scale)
         leaves = jax.tree_util.tree_flatten_with_path(grads)[0]
         found = {joined(path): g for path, g in leaves if jnp.issubdtype(g.dtype, jnp.floating)}

@@ -20,7 +20,7 @@ from gainstage.transforms.models import Copy, Partition, kind_of, split
 from gainstage.transforms.retrace import IS_KEPT
 from gainstage.transforms.step import StateParts, compute_gradients
 from gainstage.transforms.train_state import TrainState
-from gainstage.transforms.value_and_grad import Loss
+from gainstage.transforms.value_and_grad import LossFunction
 
 # The largest errors that are within the bounds: of the loss, of all gradients together, and of the
 # gradient of one tensor.
@@ -291,7 +291,7 @@ def audit(
         scale = checks.loss_scale("scale", scale)
     checked = checked_bounds("bounds", bounds)
     params, extra = (args[0], None) if state is None else (state.params, state.extra)
-    loss = Loss(fun, checks.flag("has_aux", has_aux), using)
+    loss = LossFunction(fun, checks.flag("has_aux", has_aux), using)
     step = None if state is None else state.step
     given = Given(params, extra, args[1:], scale, step)
     for part in (1, *PARTS):
@@ -347,7 +347,7 @@ class Given(NamedTuple):
     step: Any = None  # its number
 
 
-def _rounding_in(loss: Loss) -> float:
+def _rounding_in(loss: LossFunction) -> float:
     """The largest relative error of rounding a number to half precision once."""
     plan = next(e.autocast_plan for e in _wrapped(loss.fun) if hasattr(e, "autocast_plan"))
     dtype = getattr(plan, "dtype", plan)
@@ -356,7 +356,7 @@ def _rounding_in(loss: Loss) -> float:
 
 def of_batch(
     compiled: Callable[..., Any],
-    loss: Loss,
+    loss: LossFunction,
     arguments: Given,
     bounds: tuple[float, float, float],
     part: int,
@@ -393,7 +393,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def _compare(
-    loss_fn: Loss,
+    loss_fn: LossFunction,
     partition: Partition,
     part: int,
     arrays: list[Any],

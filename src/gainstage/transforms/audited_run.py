@@ -16,7 +16,7 @@ from gainstage.transforms.audit import (
     of_batch,
     shares_axis,
 )
-from gainstage.transforms.value_and_grad import Loss
+from gainstage.transforms.value_and_grad import LossFunction
 
 ENOUGH = 3  # audits in a row that are a little past a bound
 _INSIDE = (
@@ -56,7 +56,7 @@ class AuditedRun:
         bounds: as for `audit`.
     """
 
-    def __init__(self, loss: Loss, every: int, bounds: tuple[float, float, float]) -> None:
+    def __init__(self, loss: LossFunction, every: int, bounds: tuple[float, float, float]) -> None:
         self._loss, self._every, self._bounds = loss, every, bounds
         self._compiled = compiled_audit()
         self._part = 1  # of the batch that is used; 0 if audits are left out

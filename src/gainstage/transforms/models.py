@@ -177,7 +177,7 @@ class Graph(Static):
         return _nnx().merge(self.definition, tree)
 
 
-class Parts(NamedTuple):
+class Pieces(NamedTuple):
     """Of a state: the model, what else a loss changes, and the rest."""
 
     params: Any
@@ -194,9 +194,9 @@ class Partition:
     rest: Static
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> Pieces:
         """The three of them."""
-        return Parts(self.params, self.extra, self.rest)
+        return Pieces(self.params, self.extra, self.rest)
 
     @property
     def count(self) -> int:
@@ -218,15 +218,15 @@ class Partition:
             return arrays
         return [*self.params.placed(arrays[: self.params.count]), *arrays[self.params.count :]]
 
-    def lists(self, arrays: Iterable[Any]) -> Parts:
+    def lists(self, arrays: Iterable[Any]) -> Pieces:
         """The arrays of each part, or what there is for each array."""
         each = iter(arrays)
-        return Parts(*(list(itertools.islice(each, part.count)) for part in self.parts))
+        return Pieces(*(list(itertools.islice(each, part.count)) for part in self.parts))
 
-    def combine(self, arrays: Iterable[Any]) -> Parts:
+    def combine(self, arrays: Iterable[Any]) -> Pieces:
         """The parts with these arrays: new objects at each call."""
         lists = self.lists(arrays)
-        return Parts(*(p.combine(xs) for p, xs in zip(self.parts, lists, strict=True)))
+        return Pieces(*(p.combine(xs) for p, xs in zip(self.parts, lists, strict=True)))
 
 
 def split(

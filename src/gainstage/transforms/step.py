@@ -24,7 +24,7 @@ from gainstage.transforms.loss_scaled_state import (
 )
 from gainstage.transforms.models import Copy, Nnx, Partition, change, kind_of, split
 from gainstage.transforms.updates import selected, updated
-from gainstage.transforms.value_and_grad import Backward, Loss
+from gainstage.transforms.value_and_grad import Backward, LossFunction
 
 
 class StateParts(NamedTuple):
@@ -44,7 +44,7 @@ class NewExtra(NamedTuple):
 
 
 def compute_gradients(
-    loss: Loss,
+    loss: LossFunction,
     state: StateParts,
     scale: jax.Array,
     batch: Sequence[PyTree],
@@ -139,7 +139,7 @@ class Step(NamedTuple):
         retries: as for `train_step`.
     """
 
-    loss: Loss
+    loss: LossFunction
     tx: optax.GradientTransformationExtraArgs
     retries: int = 0
 
@@ -268,7 +268,7 @@ def _is_spoiled(x: jax.Array) -> jax.Array:
 # ── what a user can get wrong ────────────────────────────────────────────────────────────────────
 
 
-def _check_arguments(loss: Loss, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_arguments(loss: LossFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises a TypeError for a loss that takes other arguments than it is given."""
     try:
         inspect.signature(loss.fun).bind(*args, **kwargs)

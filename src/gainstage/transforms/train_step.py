@@ -41,7 +41,7 @@ from gainstage.transforms.models import Partition, change, kind_of, split
 from gainstage.transforms.refusals import explain_step, needless_scale
 from gainstage.transforms.step import Step, Taken
 from gainstage.transforms.train_state import TrainState, key_of
-from gainstage.transforms.value_and_grad import Loss, current_scale, refuse_self_scaled
+from gainstage.transforms.value_and_grad import LossFunction, current_scale, refuse_self_scaled
 
 DRIFTS = (
     "gainstage.train_step inside of jax.pmap, or of jax.shard_map with check_vma=False: each "
@@ -206,19 +206,19 @@ def train_step(
     donates, has_aux = checks.flag("donate", donate), checks.flag("has_aux", has_aux)
     retries = checks.integer("retries", retries, low=0)
     bounds = checked_bounds("audit_bounds", audit_bounds)
-    audits = None
+    loss, audits = LossFunction(loss_fn, has_aux, using), None
     if audit_every is not None:
         every = checks.integer("audit_every", audit_every, low=1)
         check_cast("loss_fn", loss_fn, "train_step(gs.autocast(loss_fn), audit_every=...)")
-        audits = AuditedRun(Loss(loss_fn, has_aux, using), every, bounds)
-    found: Any = TrainStep(_Options(Loss(loss_fn, has_aux, using), donates, retries), audits)
-    return found
+        audits = AuditedRun(loss, every, bounds)
+    step: Any = TrainStep(_Options(loss, donates, retries), audits)
+    return step
 
 
 class _Options(NamedTuple):
     """The arguments of `train_step`."""
 
-    loss: Loss
+    loss: LossFunction
     donates: bool
     retries: int
 

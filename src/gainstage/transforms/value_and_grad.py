@@ -82,7 +82,10 @@ def value_and_grad(
     Source: `jax.value_and_grad`; `flax.training.dynamic_scale.DynamicScale.value_and_grad`.
     """
     refuse_self_scaled(fun, "value_and_grad")
-    scale, loss_fn = state_to_scale_by(opt_state).rule_state.scale, Loss(fun, has_aux, using)
+    scale, loss_fn = (
+        state_to_scale_by(opt_state).rule_state.scale,
+        LossFunction(fun, has_aux, using),
+    )
 
     def true(*args: Any, **kwargs: Any) -> Any:
         factor = marked(scale, "scale")
@@ -117,7 +120,7 @@ class Backward(NamedTuple):
         return marked(grads, "summed", over) if over else grads
 
 
-class Loss(NamedTuple):
+class LossFunction(NamedTuple):
     """A function that returns a loss, or a loss with more, and how it is differentiated.
 
     Args:
