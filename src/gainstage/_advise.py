@@ -34,21 +34,23 @@ def main(words: str, count: int | None, card: str | None, has_aux: bool) -> int:
     return 0
 
 
-def _advised(given: Any, words: str, count: int | None, card: str | None, has_aux: bool) -> Advice:
+def _advised(
+    returned: Any, words: str, count: int | None, card: str | None, has_aux: bool
+) -> Advice:
     """The advice for what a function has returned."""
-    size = len(given) if isinstance(given, tuple) else 0
+    size = len(returned) if isinstance(returned, tuple) else 0
     if size == 3:
-        loss_fn, params, batches = given
+        loss_fn, params, batches = returned
         some = batches if count is None else batches[:count]
         return advise(loss_fn, params, some, card=card, has_aux=has_aux)
     keras: Any = sys.modules.get("keras")
-    if size == 2 and keras is not None and isinstance(given[0], keras.Model):
+    if size == 2 and keras is not None and isinstance(returned[0], keras.Model):
         from gainstage.interop import keras_measured
 
-        model, batches = given
+        model, batches = returned
         some = batches if count is None else keras_measured.first(batches, count)
         return keras_measured.advise(model, some, card=card)
     raise ValueError(
         f"Expected (loss_fn, params, batches) from {words}, or (model, batches) with a Keras "
-        f"model; got {f'a tuple of {size}' if size else type(given).__name__}."
+        f"model; got {f'a tuple of {size}' if size else type(returned).__name__}."
     )

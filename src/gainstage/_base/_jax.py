@@ -114,7 +114,7 @@ def computed_by(values: Iterable[Any], known: Iterable[Any]) -> tuple[list[Any],
     first, and these others, which no equation has computed, such as arguments of the trace."""
     todo, seen = deque(values), set(map(id, known))
     equations: dict[int, Any] = {}
-    given: list[Any] = []
+    inputs: list[Any] = []
     while todo:
         tracer = todo.popleft()
         if id(tracer) in seen:
@@ -122,11 +122,11 @@ def computed_by(values: Iterable[Any], known: Iterable[Any]) -> tuple[list[Any],
         seen.add(id(tracer))
         equation = getattr(tracer, "parent", None)
         if equation is None:
-            given.append(tracer)
+            inputs.append(tracer)
         elif id(equation) not in equations:
             equations[id(equation)] = equation
             todo.extend(equation.in_tracers)
-    return list(equations.values()), given
+    return list(equations.values()), inputs
 
 
 def is_differentiated(tracer: Any) -> bool:
@@ -138,14 +138,14 @@ def is_differentiated(tracer: Any) -> bool:
 
 def differentiations() -> dict[int, Any]:
     """The transformations that differentiate what is computed now, by their identities."""
-    trace, found = core.trace_ctx.trace, dict[int, Any]()
+    trace, tags = core.trace_ctx.trace, dict[int, Any]()
     while trace is not None:
         if isinstance(trace, (JVPTrace, LinearizeTrace)):
             # Inside of a `jax.shard_map` the trace is another, and the tag the same. All tags are
             # equal to each other.
-            found[id(trace.tag)] = trace.tag
+            tags[id(trace.tag)] = trace.tag
         trace = getattr(trace, "parent_trace", None)
-    return found
+    return tags
 
 
 def is_batched(x: Any) -> bool:

@@ -233,8 +233,8 @@ def object_from(
     classes = [
         cls for cls in family(base) if "_is_base" not in vars(cls) and cls.__name__[0] != "_"
     ]
-    found = [cls for cls in classes if cls.__name__ == name]
-    derived = {cls for cls in found if any(base in found for base in cls.__mro__[1:])}
+    named = [cls for cls in classes if cls.__name__ == name]
+    derived = {cls for cls in named if any(base in named for base in cls.__mro__[1:])}
     # A name without a module is Keras's or TensorFlow's too, unless a user has registered it.
     known_by_all = str(module).partition(".")[0] in ("None", "keras", "tf_keras", "tensorflow")
     ours = known_by_all and ">" not in str(parts.get("registered_name"))
@@ -243,8 +243,8 @@ def object_from(
         is_ours = ours and cls.__module__.startswith("gainstage.")
         return cls.__module__ == module, is_ours, cls not in derived
 
-    found.sort(key=preference)
-    cls: Any = (custom_objects or {}).get(name) or (found[-1] if found else None)
+    named.sort(key=preference)
+    cls: Any = (custom_objects or {}).get(name) or (named[-1] if named else None)
     if cls is None:
         known = sorted({cls.__name__ for cls in classes})
         raise ValueError(f"Expected class_name among {known} or custom_objects; got {name!r}.")

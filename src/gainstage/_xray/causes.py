@@ -242,15 +242,15 @@ def _flushed(ran: Ran, weights: dict[int, float]) -> list[Cause]:
         known = worst.get(layer_of(result.place))
         if known is None or share > lost[known.id]:
             worst[layer_of(result.place)] = result
-    found = []
+    causes = []
     for result in sorted(worst.values(), key=lambda r: -lost[r.id]):
         share = result.flushed / result.numbers.size
         message = (
             f"{share:.1%} of {result.numbers.size} elements are flushed to 0; float32 has at most "
             f"{result.ref.max:.3g}, {result.dtype} ends at {smallest(result.dtype):.2g}"
         )
-        found.append(_cause("underflow", result, result.flushed, message))
-    return found
+        causes.append(_cause("underflow", result, result.flushed, message))
+    return causes
 
 
 def rounding(result: Result) -> float:

@@ -69,7 +69,7 @@ def main(
     print(_about(path, bad))
     print("It compiles each operation, which can take a minute.", flush=True)
     try:
-        found = xray(loss_fn, *bad.args, scale=bad.scale, has_aux=has_aux, **options)
+        result = xray(loss_fn, *bad.args, scale=bad.scale, has_aux=has_aux, **options)
     except Exception as error:
         if isinstance(error, TypeError) and "Expected a scalar loss" in str(error):
             said = f"{error} If {loss} returns (loss, aux), pass --has-aux."
@@ -81,8 +81,8 @@ def main(
             said = f"{_error_text(loss, error)}\nIts arguments in {path}:\n{_shown(bad.args)}"
         print(said, file=sys.stderr)
         return 1
-    print(found)
-    if found.finite and not bad.finite:
+    print(result)
+    if result.finite and not bad.finite:
         print(
             f"The step is finite here, and was not in its run. Is {loss} what was trained, with "
             f"its autocast, and was this its batch? Another version or platform may be the reason."
@@ -92,7 +92,7 @@ def main(
 
 def commands(folder: Path) -> dict[str, StepFile]:
     """Returns the step files in a folder, by the commands that look into them."""
-    found = {}
+    files = {}
     for path in sorted(folder.glob("*.npz")):
         # Another file, or a damaged description.
         with contextlib.suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
@@ -100,8 +100,8 @@ def commands(folder: Path) -> dict[str, StepFile]:
             like = " --like MODULE:MAKE_MODEL" * step_file.needs_like(about)
             command = f"gainstage xray {shlex.quote(str(path))} --loss MODULE:LOSS_FN{like}"
             kept = StepFile(int(about["step"]), float(about["scale"]), path.stat().st_mtime)
-            found[command] = kept
-    return found
+            files[command] = kept
+    return files
 
 
 def _configure(about: dict[str, Any]) -> None:
@@ -146,8 +146,8 @@ def imported_from(
     try:
         with importing(command):
             loaded = importlib.import_module(module)
-        found = operator.attrgetter(name)(loaded)
-        result = found if use is None else use(found)
+        attribute = operator.attrgetter(name)(loaded)
+        result = attribute if use is None else use(attribute)
     except (Exception, SystemExit) as error:  # a script may parse the command line and exit
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             raise ValueError(
@@ -173,9 +173,9 @@ def imported_from(
         if use is not None and isinstance(error, TypeError):
             said += f"\nPass a function without arguments to {option}."
         raise ValueError(said) from error
-    if use is None and not callable(found):
+    if use is None and not callable(attribute):
         raise ValueError(
-            f"Expected a function for {option}; got {words}, of type {type(found).__name__}."
+            f"Expected a function for {option}; got {words}, of type {type(attribute).__name__}."
         )
     return result
 

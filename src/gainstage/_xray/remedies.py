@@ -71,16 +71,16 @@ def remedies_for(
     if not causes or any(c.kind not in ("overflow", "underflow") for c in causes):
         return []
     trial = _Trial(program, ran, scale, tick, is_cast)
-    found: list[Remedy] = []
+    remedies: list[Remedy] = []
     if all(cause.is_backward for cause in causes) and windows:
         fits = common_window(windows)
         if not fits.is_empty:
             best = max(fits.high - MARGIN, fits.low)
-            found.append(trial.with_scale(2.0**best))
+            remedies.append(trial.with_scale(2.0**best))
         else:
-            found.append(trial.with_scale(2.0 ** (fits.high - MARGIN)))
-            found += trial.with_local_scales(windows)
-    return [*found, *trial.in_float32(causes)]
+            remedies.append(trial.with_scale(2.0 ** (fits.high - MARGIN)))
+            remedies += trial.with_local_scales(windows)
+    return [*remedies, *trial.in_float32(causes)]
 
 
 class _Trial:

@@ -142,8 +142,10 @@ def read_step_file(
             values[int(number)][path_in_it] = _restored(array, kind, dtype)
         pairs = enumerate(zip(about["args"], values, strict=True))
         return about, tuple(
-            _filled(n, found, like[n], option) if n < len(like) else _rebuilt(n, arg, found, option)
-            for n, (arg, found) in pairs
+            _filled(n, values_of_argument, like[n], option)
+            if n < len(like)
+            else _rebuilt(n, arg, values_of_argument, option)
+            for n, (arg, values_of_argument) in pairs
         )
 
 
@@ -178,26 +180,26 @@ def _description(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
             f"Expected a step file without compression at {path}; got one with a compressed "
             f"{compressed[0]!r}. Copy the file that the run wrote."
         )
-    found = json.loads(archive.read(DESCRIPTION)) if DESCRIPTION in names else {}
-    if not isinstance(found, dict) or "gainstage step" not in found:
+    about = json.loads(archive.read(DESCRIPTION)) if DESCRIPTION in names else {}
+    if not isinstance(about, dict) or "gainstage step" not in about:
         raise StepFileError(
             f"Expected a step file at {path}; got an archive of {names[:5]}. {WRITER}."
         )
-    form = found["gainstage step"]
+    form = about["gainstage step"]
     if type(form) is not int or form != STEP_FORMAT:
         raise StepFileError(
             f"Expected a step file of format {STEP_FORMAT} at {path}; got format {form!r}. Read "
-            f"it with the gainstage that wrote it, {found.get('versions')}."
+            f"it with the gainstage that wrote it, {about.get('versions')}."
         )
     for name, kind in (("versions", str), ("settings", object)):
-        values = found.get(name)
+        values = about.get(name)
         if not (isinstance(values, dict) and all(isinstance(v, kind) for v in values.values())):
             raise ValueError(f"{values!r} for {name!r}")
-    checks.integer("step", found["step"], low=0, high=2**53)
-    checks.real("scale", found["scale"], above=0)
-    if not isinstance(found["finite"], bool):
-        raise TypeError(f"finite is {found['finite']!r}")
-    return found
+    checks.integer("step", about["step"], low=0, high=2**53)
+    checks.real("scale", about["scale"], above=0)
+    if not isinstance(about["finite"], bool):
+        raise TypeError(f"finite is {about['finite']!r}")
+    return about
 
 
 def _read_array(path: Path, archive: zipfile.ZipFile, name: str) -> np.ndarray:
@@ -234,25 +236,25 @@ def _structure(text: str) -> Any:
 
 def _filled(number: int, values: dict[str, Any], like: PyTree, option: str) -> PyTree:
     """An argument with the structure of a template."""
-    found, structure = jax.tree_util.tree_flatten_with_path(like)
-    wanted, given = list(values), [leaf_path(path) for path, _ in found]
-    if wanted != given:
-        missing = [name for name in wanted if name not in given]
-        unknown = [name for name in given if name not in wanted]
+    template, structure = jax.tree_util.tree_flatten_with_path(like)
+    wanted, names = list(values), [leaf_path(path) for path, _ in template]
+    if wanted != names:
+        missing = [name for name in wanted if name not in names]
+        unknown = [name for name in names if name not in wanted]
         raise StepFileError(
             f"Expected {len(wanted)} leaves in {option} for argument {number}; got "
-            f"{len(given)}, with {missing[:3] or 'none'} missing and {unknown[:3] or 'none'} "
+            f"{len(names)}, with {missing[:3] or 'none'} missing and {unknown[:3] or 'none'} "
             f"unknown. Create it as the run did."
         )
     leaves = []
-    for (name, value), (_, own) in zip(values.items(), found, strict=True):
-        shape, ours = getattr(value, "shape", None), getattr(own, "shape", None)
+    for (name, value), (_, leaf) in zip(values.items(), template, strict=True):
+        shape, ours = getattr(value, "shape", None), getattr(leaf, "shape", None)
         if shape is not None and ours is not None and shape != tuple(ours):
             raise StepFileError(
                 f"Expected shape {shape} in {option} for {name} of argument {number}; got "
                 f"{tuple(ours)}. Create it as the run did."
             )
-        leaves.append(own if _is_missing(value) else value)
+        leaves.append(leaf if _is_missing(value) else value)
     return jax.tree.unflatten(structure, leaves)
 
 

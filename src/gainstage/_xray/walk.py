@@ -200,17 +200,17 @@ class _Walk:
         else:
             ups = [up(v.ref, var) for v, var in zip(values, eqn.invars, strict=True)]
             refs = in_dtype(eqn, ups, is_exact=True)
-        found = []
+        outs = []
         for var, x, ref in zip(eqn.outvars, xs, refs, strict=True):
             aval = jaxprs.array(var)
             if has_floats(aval):
                 value = Value(x, ref, note)
                 result = self._result(eqn, values, path, turns, place, value, aval)
                 self.results.append(result)
-                found.append(Value(x, ref, note._replace(id=result.id)))
+                outs.append(Value(x, ref, note._replace(id=result.id)))
             else:
-                found.append(Value(x, ref, note))
-        return found
+                outs.append(Value(x, ref, note))
+        return outs
 
     def _result(
         self, eqn: JaxprEqn, values: list[Value], path: Path, turns: Path, place: Place,

@@ -20,12 +20,12 @@ def use_fused_attention() -> None:
     arrays are in half precision, which those of a float32 model are not. Without autocast, and on a
     CPU, all stays as it is.
     """
-    own = keras.src.backend.nn.dot_product_attention  # no public name of Keras reaches all layers
-    fused = in_half(own)
+    plain = keras.src.backend.nn.dot_product_attention  # no public name of Keras reaches all layers
+    fused = in_half(plain)
 
-    @functools.wraps(own)
+    @functools.wraps(plain)
     def attention(*args: Any, **kwargs: Any) -> Any:
         # A CPU has no such kernel, and XLA cannot differentiate attention in float16 there.
-        return (own if jax.default_backend() == "cpu" else fused)(*args, **kwargs)
+        return (plain if jax.default_backend() == "cpu" else fused)(*args, **kwargs)
 
     keras.src.backend.nn.dot_product_attention = attention

@@ -151,14 +151,14 @@ class Autocast:
     def compute_loss_and_updates(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the scaled loss of a step of `fit`, and what it changes. Backward passes that a
         layer has of its own get true cotangents."""
-        own: Any = super()
+        trainer: Any = super()
         optimizer: Any = getattr(self, "optimizer", None)
         values = kwargs.get("optimizer_variables")
         if not (optimizer and values and kwargs.get("training")):
-            return own.compute_loss_and_updates(*args, **kwargs)
+            return trainer.compute_loss_and_updates(*args, **kwargs)
         with keras.StatelessScope(list(zip(optimizer.variables, values, strict=True))):
             scale = optimizer.scale_loss(jnp.float32(1))
-        return called_at(own.compute_loss_and_updates, lambda: scale)(*args, **kwargs)
+        return called_at(trainer.compute_loss_and_updates, lambda: scale)(*args, **kwargs)
 
     def train_step(self, state: PyTree, data: PyTree) -> tuple[PyTree, PyTree]:
         """Takes a step of `fit`; one that the optimizer skips keeps all state of the model."""

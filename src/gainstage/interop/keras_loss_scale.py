@@ -195,8 +195,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             if trainable_variables is None:
                 raise ValueError(f"Expected {self.name!r} to be built; call `build(variables)`.")
             self.build(list(trainable_variables))
-        known = self._trainable_variables
-        chosen = known if trainable_variables is None else list(trainable_variables)
+        weights = self._trainable_variables
+        chosen = weights if trainable_variables is None else list(trainable_variables)
         self._check_variables_are_known(chosen)
         if len(grads) != len(chosen):
             raise ValueError(
@@ -204,7 +204,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"{brief([v.path for v in chosen])}; got {len(grads)}."
             )
         _warn_of_missing(chosen, grads)
-        ordered: list[Any] = [None] * len(known)
+        ordered: list[Any] = [None] * len(weights)
         for variable, gradient in zip(chosen, grads, strict=True):
             ordered[self._get_variable_index(variable)] = gradient
         step = self._step
@@ -213,9 +213,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             if self._program[0] != constants:
                 self._program = constants, jax.jit(partial(step))
             step = self._program[1]
-        new = step([v.value for v in self.variables], ordered, [v.value for v in known])
+        new = step([v.value for v in self.variables], ordered, [v.value for v in weights])
         with deferred_signals():
-            for variables, results in zip((known, self.variables), new, strict=True):
+            for variables, results in zip((weights, self.variables), new, strict=True):
                 for variable, value in zip(variables, results, strict=True):
                     variable.assign(value)
         self._scaled = UNSCALED if self._scaled == READ else self._scaled
@@ -235,13 +235,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         self._check_factor()
         self._check_scaled()
-        own = list(optimizer_variables[: len(self._variables)])
+        counters = list(optimizer_variables[: len(self._variables)])
         inner = list(optimizer_variables[len(self._variables) :])
         place = {id(v): i for i, v in enumerate(self._variables)}
         places = {field: place[id(v)] for field, v in self._counts.items()}
         empty = start(self.rule)
         state = empty._replace(
-            **{f: own[i] for f, i in places.items() if getattr(empty, f, None) is not None}
+            **{f: counters[i] for f, i in places.items() if getattr(empty, f, None) is not None}
         )
         named = zip(self._trainable_variables, grads, strict=True)
         arrays = [g if g is None else _gradient_array(variable.path, g) for variable, g in named]
@@ -270,8 +270,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         weights, inner = done.inner
         for field, value in done.state.rule_state._asdict().items():
             if value is not None:
-                own[places[field]] = jnp.asarray(value, own[places[field]].dtype)
-        return weights, own + inner
+                counters[places[field]] = jnp.asarray(value, counters[places[field]].dtype)
+        return weights, counters + inner
 
     def _check_factor(self) -> None:
         if self.inner_optimizer.loss_scale_factor is not None:
@@ -300,10 +300,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Takes the step as a pure function; returns `(trainable, optimizer variables)`."""
         if not self.built:
             raise ValueError(f"Expected {self.name!r} to be built; call `build(variables)`.")
-        known = self._trainable_variables
-        if not len(known) == len(grads) == len(trainable_variables):
+        weights = self._trainable_variables
+        if not len(weights) == len(grads) == len(trainable_variables):
             raise ValueError(
-                f"{self.name!r} was built with {len(known)} trainable variables; got "
+                f"{self.name!r} was built with {len(weights)} trainable variables; got "
                 f"{len(grads)} gradients for {len(trainable_variables)}. After freezing or "
                 f"unfreezing layers compile the model again, with a new optimizer."
             )
@@ -313,7 +313,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"{len(optimizer_variables)} values for them."
             )
         self._compiled_growth_steps = self.dynamic_growth_steps
-        _warn_of_missing(known, grads)
+        _warn_of_missing(weights, grads)
         if "statistics" not in self._told and warned_of_statistics():
             self._told |= {"statistics"}
         return self._step(optimizer_variables, grads, trainable_variables)

@@ -37,14 +37,14 @@ def chosen_rule(
     growth_steps: int,
     dynamic: bool,
     rule: Rule | None,
-    given: Collection[str],
+    passed: Collection[str],
     lowest: float | None,
 ) -> LossScale:
     """Returns the rule of a wrapper with these arguments; raises an error if they do not fit.
 
     Args:
         initial_scale, growth_steps, dynamic, rule: the arguments.
-        given: the names of the arguments that the user has passed.
+        passed: the names of the arguments that the user has passed.
         lowest: the lowest dynamic scale; None for that of `keras_rule`.
     """
     dynamic = checks.flag("dynamic", dynamic)
@@ -52,26 +52,26 @@ def chosen_rule(
     checks.integer("dynamic_growth_steps", growth_steps, low=1)
     if rule is not None:
         others = {"initial_scale", "dynamic_growth_steps", "dynamic"}
-        return as_rule("rule", rule, others.intersection(given))
+        return as_rule("rule", rule, others.intersection(passed))
     if dynamic:
         if lowest is None:
             return keras_rule(initial_scale, growth_steps)
         return DynamicLossScale(initial_scale, growth_steps, min_scale=lowest)
-    if "initial_scale" not in given:
+    if "initial_scale" not in passed:
         raise ValueError("Expected initial_scale for dynamic=False; got none.")
-    if "dynamic_growth_steps" in given:
+    if "dynamic_growth_steps" in passed:
         raise ValueError(
             f"Expected no dynamic_growth_steps for dynamic=False; got {growth_steps!r}."
         )
     return FixedLossScale(initial_scale)
 
 
-def check_inner(inner: object, given: set[str], argument: str) -> None:
+def check_inner(inner: object, passed: set[str], argument: str) -> None:
     """Raises an error if a wrapper cannot take an optimizer.
 
     Args:
         inner: the optimizer.
-        given: the names of the wrapper's arguments that the user has passed.
+        passed: the names of the wrapper's arguments that the user has passed.
         argument: the name of the wrapper's argument for the optimizer.
     """
     if not isinstance(inner, Optimizer) or hasattr(inner, "inner_optimizer"):
@@ -96,15 +96,15 @@ def check_inner(inner: object, given: set[str], argument: str) -> None:
             f"{inner.name!r} is already wrapped by {outer.owner!r}. Create a new "
             f"optimizer, or reuse the wrapper."
         )
-    for option in sorted(given & OPTIONS.keys()):
+    for option in sorted(passed & OPTIONS.keys()):
         both = inner._given & (CLIPS if option in CLIPS else {option})
         if both:
             raise ValueError(
                 f"Expected {option} on the LossScaleOptimizer or on the inner optimizer; got "
                 f"{option} here and {', '.join(sorted(both))} on {inner.name!r}."
             )
-    if inner.built and given & BEFORE_BUILD:
+    if inner.built and passed & BEFORE_BUILD:
         raise ValueError(
-            f"Expected {', '.join(sorted(given & BEFORE_BUILD))} before the inner optimizer is "
+            f"Expected {', '.join(sorted(passed & BEFORE_BUILD))} before the inner optimizer is "
             f"built; {inner.name!r} is built."
         )

@@ -336,13 +336,13 @@ class LossScaleOptimizer(Optimizer):
         return OptimizerState(self._scale_store.state, self._store.state)
 
     def _take_step(self, state: PyTree, inputs: StepInputs) -> tuple[PyTree, jax.Array | None]:
-        known = {
+        options = {
             "variable": True,
             "fixed": not self.dynamic,
             "chosen": inputs.apply_if is not None,
             "divides": not self._conventions.unscaled,
         }
-        state = _marked(state, "state", *(word for word in known if known[word]))
+        state = _marked(state, "state", *(word for word in options if options[word]))
         inputs = inputs._replace(grads=marked(inputs.grads, "gradient"))
         step = self._inner._make_step(inputs.loss)
         new, applied = step.scaled(self._scale_store.scaled_step, state, inputs)

@@ -170,17 +170,17 @@ class AdaptiveLossScale(LossScale):
         A hopeless step is not counted.
         """
         lowers = (retries | ~in_vain) & ~hopeless
-        known, began = state.largest > 0, state.bad_steps == 0
+        has_size, began = state.largest > 0, state.bad_steps == 0
         # Undo decreases that did not help, except the first probe.
         first = jnp.where(began, state.scale, state.first)
-        back = first * jnp.where(known, 1.0, PROBE)
+        back = first * jnp.where(has_size, 1.0, PROBE)
         # The next scale that was not tried; without a known gradient, three probes were.
-        deeper = jnp.minimum(state.bad_steps // RETRY, 10) + jnp.where(known, 0, 2)
+        deeper = jnp.minimum(state.bad_steps // RETRY, 10) + jnp.where(has_size, 0, 2)
         tried = jnp.ldexp(back, PROBED * deeper)
-        lower = jnp.where(retries, tried, state.scale * jnp.where(known, 0.5, PROBE))
+        lower = jnp.where(retries, tried, state.scale * jnp.where(has_size, 0.5, PROBE))
         held = jnp.where(in_vain, jnp.maximum(back, self.min_scale), state.scale)
         # A probe or retry goes far below the limit, so the ceiling is set in between.
-        ceiling = jnp.where(retries, tried * 2.0**6, jnp.where(known, state.scale, first) / 2)
+        ceiling = jnp.where(retries, tried * 2.0**6, jnp.where(has_size, state.scale, first) / 2)
         scale = jnp.where(lowers, jnp.maximum(lower, self.min_scale), held)
         return state._replace(
             scale=jnp.minimum(scale, self.max_scale),  # one of another rule's may be beyond

@@ -159,11 +159,11 @@ class _Bell:
         if not self._history.add(record, same_cause):
             return []
         of_streak, others = findings_on(self._history)
-        found = others | (of_streak if is_longest else {})
+        findings = others | (of_streak if is_longest else {})
         alarms = []
         for kind in ALARM_KINDS:
             quiet = self._quiet.get(kind, WINDOW)
-            self._quiet[kind] = 0 if kind in found else quiet + 1
-            if kind in found and quiet >= WINDOW:
-                alarms.append(Alarm(kind, self._history.step, found[kind]))
+            self._quiet[kind] = 0 if kind in findings else quiet + 1
+            if kind in findings and quiet >= WINDOW:
+                alarms.append(Alarm(kind, self._history.step, findings[kind]))
         return alarms

@@ -59,15 +59,15 @@ def findings_on(history: History) -> tuple[dict[str, str], dict[str, str]]:
 
 def _texts(history: History, of_streak: bool) -> dict[str, str]:
     """The text of the first finding of each name; of a streak, there is one finding."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for finding in FINDINGS:
-        is_due = finding.of_streak == of_streak and finding.name not in found
+        is_due = finding.of_streak == of_streak and finding.name not in texts
         facts = finding.test(history) if is_due else None
         if facts is not None:
-            found[finding.name] = finding.text.format(**IN_TEXTS, **facts)
+            texts[finding.name] = finding.text.format(**IN_TEXTS, **facts)
             if of_streak:
-                return {finding.name: found[finding.name] + _again(history)}
-    return found
+                return {finding.name: texts[finding.name] + _again(history)}
+    return texts
 
 
 # ── skipped steps in a row ───────────────────────────────────────────────────────────────────
@@ -91,9 +91,9 @@ def _words_for(streak: Streak) -> dict[str, str]:
     if streak.low == streak.first:
         scales = f"a scale of {as_power(streak.first)}"
     steps = f"{streak.length} steps in a row were skipped because"
-    known = "an overflow" if streak.inf else "probably an overflow"
+    overflow = "an overflow" if streak.inf else "probably an overflow"
     if not streak.recorded:
-        known = "an overflow, or bad data, which a recorded loss would tell apart"
+        overflow = "an overflow, or bad data, which a recorded loss would tell apart"
     look = "Look at the data and the learning rate, and record the loss."
     if streak.good_loss:
         look = "The loss was finite: look for 0/0 or sqrt(0) in the backward pass."
@@ -105,7 +105,7 @@ def _words_for(streak: Streak) -> dict[str, str]:
         "end": as_power(streak.ended or 0.0),
         "outcome": _outcome(streak),
         "data": "" if streak.good_loss else "bad data, ",
-        "known": known,
+        "known": overflow,
         "look": look,
         "falls": " The scale still falls, which ends an overflow." if fell else "",
     }

@@ -46,15 +46,15 @@ def code_of(rule: LossScale) -> str:
     """The code that creates a rule: only arguments other than the defaults, the first unnamed."""
     if not dataclasses.is_dataclass(rule):
         return f"{type(rule).__name__}()"
-    given = []
+    arguments = []
     for place, field in enumerate(dataclasses.fields(rule)):
         value = getattr(rule, field.name)
         known = field.default is None and rule == dataclasses.replace(rule, **{field.name: None})
         if value != field.default and not known:
             power = isinstance(value, float) and value != 1 and math.frexp(value)[0] == 0.5
             text = f"2.0**{math.frexp(value)[1] - 1}" if power else repr(value)
-            given.append(text if place == 0 else f"{field.name}={text}")
-    return f"{type(rule).__name__}({', '.join(given)})"
+            arguments.append(text if place == 0 else f"{field.name}={text}")
+    return f"{type(rule).__name__}({', '.join(arguments)})"
 
 
 def rule_of(code: str) -> LossScale | None:

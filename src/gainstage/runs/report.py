@@ -50,11 +50,11 @@ def main(path: Path, output: Path, step_files: Mapping[str, StepFile] = NOTHING)
             print(warning.message, file=sys.stderr)
         if output.exists() and output.samefile(path):
             raise ValueError(f"Expected another file than the run for --output; got {output}.")
-        found = summary(run, step_files)
+        shown = summary(run, step_files)
         if output.suffix.lower() == ".html":
-            output.write_text(page(run, found, title), encoding="utf-8")
+            output.write_text(page(run, shown, title), encoding="utf-8")
         else:
-            draw(run, found.curves, found.causes, title).savefig(output)
+            draw(run, shown.curves, shown.causes, title).savefig(output)
     except OSError as error:
         what, where, advice = "a page that can be written", output, "Pass another path to --output"
         if str(error.filename) == str(path):
@@ -70,30 +70,30 @@ def main(path: Path, output: Path, step_files: Mapping[str, StepFile] = NOTHING)
     numbers = Table(title=Text(title), show_header=False)
     numbers.add_column("")
     numbers.add_column("", justify="right")
-    for name, number in found.headline.items():
+    for name, number in shown.headline.items():
         numbers.add_row(name, number)
     console.print(numbers)
-    for table in found.tables:
+    for table in shown.tables:
         _print(console, table)
-    if found.advice:
+    if shown.advice:
         console.print("\nAdvice", style="bold")
-    for sentence in found.advice:
+    for sentence in shown.advice:
         console.print(f"- {sentence}", style="none")
     kind = "Page" if output.suffix.lower() == ".html" else "Picture"
     console.print(f"\n{kind}: {printable(str(output), 4096)}", soft_wrap=True)
     return 0
 
 
-def page(run: Run, found: Summary, title: str) -> str:
+def page(run: Run, shown: Summary, title: str) -> str:
     """Returns the page of a run, as HTML.
 
     Args:
         run: the recorded run.
-        found: what it shows.
+        shown: what it shows.
         title: the name of the run, as text.
     """
-    curves = [(words, drawing(run, name, found.causes)) for name, words in found.curves.items()]
-    return render("run.html", title, found=found, curves=curves)
+    curves = [(words, drawing(run, name, shown.causes)) for name, words in shown.curves.items()]
+    return render("run.html", title, found=shown, curves=curves)
 
 
 def _print(console: Console, table: Rows) -> None:

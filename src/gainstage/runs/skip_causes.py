@@ -134,7 +134,7 @@ def cause_of(streak: Streak | None = None, loss: float | None = None) -> SkipCau
 
 def streaks(run: Run) -> list[Streak]:
     """Returns the skipped steps in a row of a recorded run, in order, with how they ended."""
-    seen, latest, found = LargestGradient(), Streak(), list[Streak]()
+    seen, latest, each = LargestGradient(), Streak(), list[Streak]()
     columns = [run.get(name) for name in ("finite", "loss_scale", "grad_norm", "max_abs", "loss")]
     columns[2] = np.where(run.has("grad_norm"), columns[2], math.inf)
     there = run.has("loss").tolist()
@@ -148,12 +148,12 @@ def streaks(run: Run) -> list[Streak]:
             continue
         if latest.length:
             latest.end(scale, _is_infinite_in_part(run, latest))
-            found.append(latest)
+            each.append(latest)
         latest = Streak(used, scale)
     if latest.length:
         latest.end(math.nan, _is_infinite_in_part(run, latest))
-        found.append(latest)
-    return found
+        each.append(latest)
+    return each
 
 
 def why_skipped(run: Run) -> dict[str, np.ndarray]:

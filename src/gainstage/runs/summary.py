@@ -163,7 +163,7 @@ def _is_of(run: Run, kept: StepFile) -> bool:
 
 def headline(run: Run) -> dict[str, str]:
     """Formats the numbers of a run, by their labels; what was not recorded is left out."""
-    found = measures(run)
+    numbers = measures(run)
     forms = {
         "Steps recorded": "{steps} ({first} to {last})",
         "Duration": "{duration}",
@@ -183,10 +183,10 @@ def headline(run: Run) -> dict[str, str]:
         "Largest error of a tensor in audits": "{audit_tensor}",
     }
     shown: dict[str, Any] = {
-        k: as_power(v) if k.startswith("scale") else v for k, v in found.items()
+        k: as_power(v) if k.startswith("scale") else v for k, v in numbers.items()
     }
-    shown["skipped_share"] = found.get("skipped", 0) / found["steps"]
-    shown["lowest_share"] = found.get("at_lowest", 0) / found["steps"]
+    shown["skipped_share"] = numbers.get("skipped", 0) / numbers["steps"]
+    shown["lowest_share"] = numbers.get("at_lowest", 0) / numbers["steps"]
     shown |= _audits(run)
     counts = {cause: int(mask.sum()) for cause, mask in why_skipped(run).items()}
     if any(counts.values()):
@@ -364,15 +364,17 @@ def _percent(share: float) -> str:
 
 def _underflow_summary(run: Run) -> list[str]:
     """Sentences on whether float16 loses what matters, if that was recorded."""
-    known = {printable(name): k for name, k in run.tensors.items() if k.get("error", math.nan) >= 0}
-    if not known:
+    tensors = {
+        printable(name): k for name, k in run.tensors.items() if k.get("error", math.nan) >= 0
+    }
+    if not tensors:
         return []
-    underflows = any(k.get("flushed", 0) > 0 or k.get("subnormal", 0) > 0 for k in known.values())
-    error, unscaled = _known(known, "error"), _known(known, "unscaled_error")
+    underflows = any(k.get("flushed", 0) > 0 or k.get("subnormal", 0) > 0 for k in tensors.values())
+    error, unscaled = _known(tensors, "error"), _known(tensors, "unscaled_error")
     scale = _finite_values(run, "loss_scale")
     unscaled = {} if scale.size and scale[-1] == 1 else unscaled
-    zeros = [name for name, k in known.items() if k.get("zero") == 1]
-    return underflow_summary(error, unscaled, underflows, zeros, _left_out(known))
+    zeros = [name for name, k in tensors.items() if k.get("zero") == 1]
+    return underflow_summary(error, unscaled, underflows, zeros, _left_out(tensors))
 
 
 def _known(tensors: Mapping[str, dict[str, float]], kind: str) -> dict[str, float]:
