@@ -24,12 +24,12 @@ class Conventions:
         inner_argument: the name of a wrapper's argument for its optimizer. `experimental`:
             "LossScaleOptimizer(optimizer, loss_scale)".
         unscaled: whether the gradients that a wrapper computes, or is given, are divided by the
-            scale. Version 1: gradients "are then scaled back down". TensorFlow 2: `apply_gradients`
-            gets what `get_unscaled_gradients` returns.
+            scale. Version 1: `compute_gradients` divides before it returns them. TensorFlow 2:
+            `apply_gradients` gets what `get_unscaled_gradients` returns.
         lowest_scale: the lowest dynamic scale; None for that of `keras_rule`. TensorFlow 2 halves
             down to 1.
         counts_skipped_steps: whether `iterations` counts a step that is skipped, without a window.
-            TensorFlow 2: "iterations" is "the number of training steps this optimizer has run".
+            TensorFlow 2: `iterations` is the number of steps that the optimizer has run.
         averages_start_as_weights: whether the moving averages start as the first weights, and not
             with the first step, as of TensorFlow 2, where that may be a skipped one.
         scale_names: the names of the variables of a rule's public state. Version 1:
