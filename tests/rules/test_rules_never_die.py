@@ -106,7 +106,7 @@ def test_a_bad_scale_that_becomes_the_smallest_is_found(monkeypatch):
 
 def retry_without_limits(monkeypatch):
     """Retries as they were: whatever the loss is, each try lowers the scale for good."""
-    module = importlib.import_module("gainstage.transforms.train_step")
+    module = importlib.import_module("gainstage.transforms.step")
 
     def may_help(applied, loss, before, after):
         return ~applied & (before != after)

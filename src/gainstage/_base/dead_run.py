@@ -80,7 +80,7 @@ class DeadRunWatch:
         """
         if self._count % EVERY:
             return
-        ready = [(int(np.asarray(x)), names) for x, names in self._spoiled if _is_ready(x)]
+        ready = [(int(np.asarray(x)), names) for x, names in tuple(self._spoiled) if _is_ready(x)]
         spoiled = [names[number] for number, names in ready if number >= 0]
         if spoiled:
             self._spoiled = deque(maxlen=0)  # it is said once

@@ -282,17 +282,17 @@ class LossScaleOptimizer(Optimizer):
             self._told_of_retries = True
             warn(NO_RETRY)
         before = self._has_scaled
-        if not retries:
-            result, *_ = self._take(loss, var_list, has_aux)
-        else:
-            result = take_with_retries(
+        try:
+            if not retries:
+                return self._take(loss, var_list, has_aux)[0]
+            return take_with_retries(
                 lambda: self._take(loss, var_list, has_aux),
                 lambda: [*self._store.index, *self.variables],
                 self._scale_store,
                 retries,
             )
-        self._has_scaled = before  # what its loss reads says nothing of the next `apply`
-        return result
+        finally:
+            self._has_scaled = before  # what its loss reads says nothing of the next `apply`
 
     def compute_gradients(
         self, loss: Callable[[], Scalar], var_list: VarList

@@ -645,6 +645,8 @@ class Optimizer(Configurable, Arguments, Saved):
         """Takes a step with the arguments of `apply`; returns whether it was applied, None for
         always."""
         store, kept = self._store, self._kept
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)  # an iterator is read once
         if is_inside():
             weights = store.index if trainable_variables is None else trainable_variables
             check_bound(list(weights), self.variables)

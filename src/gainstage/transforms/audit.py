@@ -366,7 +366,7 @@ def of_batch(
     Args:
         compiled: what `compiled_audit` returned.
         loss: a loss under autocast.
-        given: the arguments of the step.
+        arguments: those of the step.
         bounds: as for `audit`.
         part: use the first `1 / part` of the batch.
     """
@@ -417,10 +417,10 @@ def _compare(
     with IS_KEPT(True), jax.default_matmul_precision("highest"):
         exact, true, params = side(jnp.float32(1.0), arrays)
         model, extra, _ = partition.combine(arrays)
-        given = (model, *([] if extra is None else [extra]), *Copy(batch).tree)
+        args = (model, *([] if extra is None else [extra]), *Copy(batch).tree)
         # XLA computes it once, if it is the same.
         whole = loss_fn._replace(has_extra=extra is not None)
-        again = gradients.upcast(whole.parts(whole.fun(*given))[0])
+        again = gradients.upcast(whole.parts(whole.fun(*args))[0])
     loss, grads, _ = side(scale, arrays)
 
     named = [

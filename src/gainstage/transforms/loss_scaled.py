@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from gainstage._base._jax import Tracer
 from gainstage._base.arrays import leaves_and_none
 from gainstage._base.warn import warn
 from gainstage._scaling import gradients
-from gainstage._scaling.finite_check import SMALL
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._scaling.step_telemetry import check_telemetry
 from gainstage._variables.sharding import (
@@ -176,7 +175,7 @@ class ScaledTransformation:
         self.over: tuple[str, ...] = over
         self._is_chosen = rule is not None  # whether the user has chosen the rule
         check_transformation("tx", tx)
-        self._tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
+        self._tx = with_extra_args(tx)
         telemetry, every = check_telemetry(telemetry, underflow_every)
         self._scaling = ScaledStep(self.rule, telemetry, every)
         self._watches = self.rule != FixedLossScale(1.0)  # gradients times 1 are the true ones
@@ -250,7 +249,7 @@ class ScaledTransformation:
             onto=_sums_of_multi_steps(state.inner, named, params),
             shardings=shardings,
             # The barrier stops XLA:CPU from storing squares that `tx` computes too.
-            checked=gradients.behind_barriers(arrays, larger_than=SMALL),
+            checked=gradients.behind_barriers(arrays),
             loss=extra.get("value"),
             apply_if=apply_if,
         )
@@ -343,6 +342,13 @@ def _fits(tx: Transformation, state: OptState, grads: PyTree) -> bool:
         made, given = (jax.tree.map(lambda x: x.shape, tree) for tree in kinds)
         return bool(made == given)
     return False
+
+
+def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
+    """`optax.with_extra_args_support`, which drops what `optax.MultiSteps` passes on."""
+    if isinstance(tx, optax.MultiSteps):
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    return optax.with_extra_args_support(cast(optax.GradientTransformation, tx))
 
 
 def transformation_of(tx: Transformation) -> ScaledTransformation | None:

@@ -12,6 +12,7 @@ import optax
 from gainstage._base.arrays import joined, leaves_and_none
 from gainstage._base.checks import InvalidArgumentError, brief
 from gainstage._scaling import gradients
+from gainstage._scaling.finite_check import SMALL
 from gainstage._scaling.retry_loop import Attempt, may_help, try_again
 from gainstage._variables.sharding import summed_over
 from gainstage._variables.types import OptState, PyTree, Scalar
@@ -242,14 +243,15 @@ def _sharding_options(
 def _spoiled(
     backward: Backward, extra: PyTree, applies: jax.Array
 ) -> tuple[tuple[str, ...], jax.Array | None]:
-    """The names of the arrays beside the loss; and the number of the first that has a NaN or an inf
-    after an applied step, and had none before, or -1; None if there is no array."""
+    """The names of the small arrays beside the loss, which cost next to nothing to look at; and the
+    number of the first that has a NaN or an inf after an applied step, and had none before, or -1;
+    None if there is no array."""
     new = backward.extra.extra if isinstance(backward.extra, NewExtra) else backward.extra
     after, before = (
         {
             joined(path): _is_spoiled(x)
             for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
-            if jnp.issubdtype(jnp.result_type(x), jnp.floating)
+            if jnp.issubdtype(jnp.result_type(x), jnp.floating) and jnp.size(x) <= SMALL
         }
         for tree in ({"extra": new, "aux": backward.aux}, {"extra": extra})
     )

@@ -25,7 +25,12 @@ from gainstage._variables.types import (
     Using,
 )
 from gainstage.rules.loss_scale import Rule
-from gainstage.transforms.loss_scaled import loss_scaled, on_mesh_of, transformation_of
+from gainstage.transforms.loss_scaled import (
+    loss_scaled,
+    on_mesh_of,
+    transformation_of,
+    with_extra_args,
+)
 from gainstage.transforms.loss_scaled_state import (
     observed_in,
     state_to_scale_by,
@@ -136,7 +141,7 @@ class TrainState(Generic[Params]):
                     f"Expected no {named[0]}, as tx has a loss scale; got {options[named[0]]!r}. "
                     f"Pass it to loss_scaled, or pass the transformation without loss_scaled."
                 )
-            scaled = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
+            scaled = with_extra_args(tx)
         else:
             scaled = loss_scaled(
                 tx,
@@ -166,6 +171,22 @@ class TrainState(Generic[Params]):
             ValueError: the state was created without telemetry.
         """
         return observed_in(self.opt_state).info
+
+    @property
+    def _transformation(self) -> optax.GradientTransformationExtraArgs:
+        """The transformation `tx`, which takes a step.
+
+        Raises:
+            ValueError: the state was pickled, which leaves its transformation out.
+        """
+        tx: Any = self.tx
+        if tx is None:
+            raise ValueError(
+                "Expected a state with its transformation, which no pickle holds. Write "
+                "state = state.replace(tx=other.tx), where other is a new state of the same "
+                "parameters."
+            )
+        return self.tx
 
     def replace(self, *, loss_scale: ArrayLike | None = None, **changes: Any) -> Self:
         """Returns a state with other fields, such as `state.replace(params=params)`.
@@ -257,7 +278,7 @@ class TrainState(Generic[Params]):
                 state.
         """
         return dataclasses.replace(
-            self, **apply_gradients(self.tx, self._parts, grads, extra, loss)._asdict()
+            self, **apply_gradients(self._transformation, self._parts, grads, extra, loss)._asdict()
         )
 
     @property

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import default_registry
 
 from gainstage._base import checks
-from gainstage._base.arrays import ARRAYS, unshared
+from gainstage._base.arrays import ARRAYS, buffers, unshared
 from gainstage._base.dead_run import DeadRunWatch
 from gainstage._base.warn import warn
 from gainstage._scaling.retry_loop import NO_RETRY
@@ -257,15 +257,10 @@ class TrainStep(Generic[*More]):
                 f"Expected a TrainState first, as in state, loss = step(state, *batch); got "
                 f"{checks.brief(state)}. Write state = gainstage.TrainState.create(params, tx)."
             )
-        if state.tx is None:
-            raise ValueError(
-                "Expected a state with its transformation, which no pickle holds. Write "
-                "state = state.replace(tx=other.tx), where other is a new state of the same "
-                "parameters."
-            )
-        key = key_of(state.tx)
+        tx = state._transformation
+        key = key_of(tx)
         if key not in self._compiled:
-            self._compiled[key] = _CompiledStep(self._options, state.tx, self._audits)
+            self._compiled[key] = _CompiledStep(self._options, tx, self._audits)
         return self._compiled[key]
 
     @property
@@ -306,11 +301,18 @@ class _Program:
 
         self.run = jax.jit(_run, **options)
 
-    def shares(self, arrays: Sequence[Any], others: Sequence[Any]) -> bool:
-        """Whether one of the arrays that it donates is among others too."""
-        found = {*map(id, others)}
-        return not found.isdisjoint(map(id, arrays)) and any(
-            id(arrays[i]) in found for i in self.donated
+    def kinds_of(self, arrays: Sequence[Any]) -> frozenset[Any]:
+        """The shapes and dtypes of the arrays that it donates, by which `shares` is quick."""
+        return frozenset(_kind_of_array(arrays[i]) for i in self.donated)
+
+    def shares(self, arrays: Sequence[Any], others: Sequence[Any], kinds: frozenset[Any]) -> bool:
+        """Whether the memory of one of the arrays that it donates is that of another one too."""
+        alike = [x for x in others if isinstance(x, jax.Array) and _kind_of_array(x) in kinds]
+        taken = {address for x in alike for address in buffers(x)}
+        return bool(taken) and any(
+            not taken.isdisjoint(buffers(arrays[i]))
+            for i in self.donated
+            if _kind_of_array(arrays[i]) in {_kind_of_array(x) for x in alike}
         )
 
 
@@ -322,6 +324,11 @@ class _Returned(NamedTuple):
     partition: Partition
     leaves: list[Any]  # of (params, extra, (opt_state, step))
     arrays: list[Any]  # those of the leaves that the program takes
+    kinds: frozenset[Any]  # of those that it donates
+
+
+def _kind_of_array(x: Any) -> tuple[Any, ...]:
+    return getattr(x, "shape", ()), getattr(x, "dtype", None)
 
 
 _KINDS = (*ARRAYS, jax.ShapeDtypeStruct)
@@ -358,7 +365,7 @@ class _CompiledStep:
             elif self._audits is not None:
                 self._audits.before(lambda: _given(state, batch))
             known = None if inside else self._known(state, batch, donates)
-            program, arrays = known or self._prepared(state, batch, donates, inside)
+            program, arrays, kinds = known or self._prepared(state, batch, donates, inside)
             arrays, outcome = program.run(*arrays, *batch)
         except (TypeError, ValueError, RuntimeError) as error:
             explain_step(error, state, batch)
@@ -378,17 +385,17 @@ class _CompiledStep:
             self._watch.see(
                 scaled.applied, outcome.loss, True, scale, outcome.spoiled, outcome.beside
             )
-            vars(state)["_returned"] = _Returned(self, program, partition, leaves, arrays)
+            vars(state)["_returned"] = _Returned(self, program, partition, leaves, arrays, kinds)
         return state, outcome.loss, *outcome.aux
 
     def _known(
         self, state: TrainState[Any], batch: tuple[PyTree, ...], donates: bool
-    ) -> tuple[_Program, list[Any]] | None:
+    ) -> tuple[_Program, list[Any], frozenset[Any]] | None:
         """The program and the arrays of a state that this step has returned, if nothing of it was
         changed in place, and the batch has none of its arrays and no other mesh; else None."""
         if state._returned is None:
             return None
-        step, program, partition, before, arrays = state._returned
+        step, program, partition, before, arrays, kinds = state._returned
         # `Step.take` returns the partition that it was given, if it is the same.
         repeats = partition is program.partition and program.donates is donates
         if step is not self or not repeats:
@@ -399,11 +406,11 @@ class _CompiledStep:
             return None
         others, _ = default_registry.flatten(batch)
         moves = program.shardings is None and any(map(on_mesh, others))
-        return None if moves or program.shares(arrays, others) else (program, arrays)
+        return None if moves or program.shares(arrays, others, kinds) else (program, arrays, kinds)
 
     def _prepared(
         self, state: TrainState[Any], batch: tuple[PyTree, ...], donates: bool, inside: bool
-    ) -> tuple[_Program, list[Any]]:
+    ) -> tuple[_Program, list[Any], frozenset[Any]]:
         """The program for any state, and its arrays, on one mesh and none of them donated twice."""
         opt_state = state.opt_state
         if inside:
@@ -413,6 +420,7 @@ class _CompiledStep:
         whole, partition = self._split(state, (opt_state, jnp.asarray(state.step)))
         arrays, shardings = on_one_mesh(whole, batch)
         program = self._program_for(partition, donates, shardings)
+        kinds = program.kinds_of(arrays)
         if donates:
             arrays = _unshared(program, arrays, jax.tree.leaves(batch), state._returned)
         if not (self._is_known or inside):  # in the first call
@@ -424,7 +432,7 @@ class _CompiledStep:
             if shardings is not None:
                 of_params, of_extra, _ = partition.lists(whole)
                 tell_if_whole([*of_params, *of_extra], batch, traced)
-        return program, arrays
+        return program, arrays, kinds
 
     def _warn_inside(self) -> None:
         """Warns of a call inside of another trace that is hardly what was meant."""
@@ -481,7 +489,7 @@ def _unshared(
     """The arrays of a program, without a buffer that is donated and there twice, also in others."""
     known = [] if returned is None else returned.arrays  # which share none with each other
     is_known = len(known) == len(arrays) and all(map(operator.is_, known, arrays))
-    if is_known and not program.shares(arrays, others):
+    if is_known and returned and not program.shares(arrays, others, returned.kinds):
         return arrays
     donated = set(program.donated)
     kept = [x for i, x in enumerate(arrays) if i not in donated]

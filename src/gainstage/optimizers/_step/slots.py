@@ -39,6 +39,7 @@ class Slots:
         self.owner, self.named, self.shard_over = owner, named, shard_over
         self.all: list[Variable] = []
         self.of: dict[tuple[Variable, str, int], Variable] = {}  # the int counts equal ones
+        self._slots_of: Counter[Variable] = Counter()  # how many each variable has
         self._added: dict[Any, Variable] = {}  # other variables that builds have added
         self._asked: Counter[Any] = Counter()  # the number of each kind in this build so far
 
@@ -83,6 +84,7 @@ class Slots:
         key = reference, name, number
         if key not in self.of:
             self.of[key] = slot = self.like(reference, name, initializer)
+            self._slots_of[reference] += 1
             self.all.append(slot)
         return self.of[key]
 
@@ -114,7 +116,7 @@ class Slots:
             value = jax.ShapeDtypeStruct(reference.shape, dtype, sharding=sharding)
         else:
             value = _initialized(initializer, seed, reference.shape, dtype, sharding)
-        place = sum(owner is reference for owner, *_ in self.of)
+        place = self._slots_of[reference]
         slot = Variable(value, False, name=self.named(self.owner, reference.name, name, place))
         if slot._is_planned:
             return slot
