@@ -146,36 +146,31 @@ class Fields:
         return cls(**config)
 
 
-def lists_arguments(
-    other_names: Mapping[str, str],
-) -> Callable[[type[Class]], type[Class]]:
-    """A decorator: the constructor of a class lists its arguments if it gets an unknown one.
+def lists_arguments(cls: type[Class], other_names: Mapping[str, str]) -> type[Class]:
+    """Makes the constructor of a class list its arguments if it gets an unknown one.
 
     Args:
+        cls: the class.
         other_names: arguments by the names that other libraries have for them.
     """
+    untyped: Any = cls
+    init, names = untyped.__init__, list(inspect.signature(cls).parameters)
 
-    def wrap(cls: type[Class]) -> type[Class]:
-        untyped: Any = cls
-        init, names = untyped.__init__, list(inspect.signature(cls).parameters)
+    @functools.wraps(init)
+    def checked(self: Class, *args: Any, **kwargs: Any) -> None:
+        unknown = [name for name in kwargs if name not in names]
+        if unknown and type(self) is cls:
+            ours = other_names.get(unknown[0])
+            advice = f"Write {ours}. Its" if ours in names else "Its"
+            raise TypeError(
+                f"{cls.__name__} has no argument {unknown[0]!r}. {advice} arguments are "
+                f"{', '.join(names)}."
+            )
+        init(self, *args, **kwargs)
 
-        @functools.wraps(init)
-        def checked(self: Class, *args: Any, **kwargs: Any) -> None:
-            unknown = [name for name in kwargs if name not in names]
-            if unknown and type(self) is cls:
-                ours = other_names.get(unknown[0])
-                advice = f"Write {ours}. Its" if ours in names else "Its"
-                raise TypeError(
-                    f"{cls.__name__} has no argument {unknown[0]!r}. {advice} arguments are "
-                    f"{', '.join(names)}."
-                )
-            init(self, *args, **kwargs)
-
-        checked.__doc__ = f"`help({cls.__name__})` explains the arguments and their defaults."
-        untyped.__init__ = checked
-        return cls
-
-    return wrap
+    checked.__doc__ = f"`help({cls.__name__})` explains the arguments and their defaults."
+    untyped.__init__ = checked
+    return cls
 
 
 def description_of(obj: Any) -> dict[str, Any]:

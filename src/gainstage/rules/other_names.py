@@ -1,6 +1,6 @@
 """The arguments of rules, by the names that they have in other libraries."""
 
-from gainstage._base import configurable
+from gainstage._base.configurable import Class, lists_arguments
 
 # Of torch, Keras and flax.
 _OTHER_NAMES = {
@@ -13,4 +13,7 @@ _OTHER_NAMES = {
     "minimum_scale": "min_scale",
 }
 
-explains_arguments = configurable.lists_arguments(_OTHER_NAMES)
+
+def explains_arguments(cls: type[Class]) -> type[Class]:
+    """Makes the constructor of a rule list its arguments, with ours for one of another library."""
+    return lists_arguments(cls, _OTHER_NAMES)
