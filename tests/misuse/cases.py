@@ -291,6 +291,18 @@ v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optim
 opt.minimize(lambda: v * v, [v])
 for _ in range(3): opt.apply([jax.grad(lambda v: v * v)(v.value())], [v])
 """),
+    "true gradients after a loss that raised": ("warns", "no loss was multiplied", """
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.1))
+def fails(): opt.scale_loss(v * v); raise KeyError("x")
+try: opt.minimize(fails, [v])
+except KeyError: pass
+for _ in range(3): opt.apply([jnp.ones(())], [v])
+"""),
+    "an iterator of variables in a compiled step": ("works", "", """
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.SGD(0.1); opt.build([v])
+step = gs.optimizers.jit(lambda g: opt.apply([g], (x for x in [v])), [v, *opt.variables])
+step(1.0); assert abs(float(v) - 0.9) < 1e-6
+"""),
     "true gradients, and a first scale of 1": ("warns", "no loss was multiplied", """
 v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(), initial_scale=1.0)
 for _ in range(3): opt.apply([jnp.ones(())], [v])

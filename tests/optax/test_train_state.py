@@ -486,6 +486,10 @@ MISTAKES = {
         lambda: STEP(pickle.loads(pickle.dumps(jax.device_get(PLAIN))), X),
         r"Write state = state.replace\(tx=other.tx\)",
     ),
+    "no transformation left to apply gradients with": (
+        lambda: pickle.loads(pickle.dumps(jax.device_get(PLAIN))).apply_gradients(PLAIN.params),
+        r"Write state = state.replace\(tx=other.tx\)",
+    ),
     "scaled twice": (
         lambda: gs.train_step(gs.autocast(lambda w, x: (x @ w).mean(), loss_scale=2.0**15)),
         "Expected a loss without a loss_scale of its own",

@@ -232,10 +232,28 @@ def test_tied_weights_and_parameters_in_the_batch_are_donated(second):
     state, _ = step(state, {"a": jnp.zeros(4)})
     assert state.params["a"].tolist() == state.params["b"].tolist() == [1] * 4
     for expected in (0.5, 0.25):  # the last step's result, as parameters and as a target
-        target = state.params
+        target = jax.tree.map(second, state.params)
         state, _ = step(state, target)
         assert state.params["a"].tolist() == [expected] * 4
         assert np.isfinite(target["a"]).all()
+
+
+def test_a_large_array_beside_the_loss_is_not_read():
+    """Logits that a loss returns as aux are not looked at, as they cost bandwidth; a count is."""
+    large = 64, 4096
+
+    def program(has_large):
+        def loss_fn(w, x):
+            logits = x * w
+            aux = {"count": logits.sum(), **({"logits": logits} if has_large else {})}
+            return (logits**2).mean(), aux
+
+        state = gs.TrainState.create(jnp.float32(1.0), optax.sgd(0.1))
+        lowered = gs.train_step(loss_fn, has_aux=True).lower(state, jnp.ones(large))
+        return lowered.as_text()
+
+    compared = "-> tensor<64x4096xi1>"
+    assert program(has_large=True).count(compared) == program(has_large=False).count(compared)
 
 
 def test_a_state_that_is_changed_in_place_is_stepped_as_it_is():

@@ -1245,3 +1245,19 @@ def test_a_loss_is_not_scaled_by_a_state_inside_of_what_hides_an_overflow(around
     tx = around(gs.loss_scaled(optax.sgd(0.1)), *([] if around.__name__ == "<lambda>" else [9]))
     with pytest.raises(ValueError, match="around"):
         gs.transforms.scale_loss(jnp.float32(1), tx.init(jnp.ones(2)))
+
+
+def test_multi_steps_inside_passes_the_loss_on():
+    """`loss_scaled(optax.MultiSteps(tx, k))` gives `value=` to a transformation that wants it."""
+    tx = optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(patience=1))
+    loss_fn = lambda w, x: ((w * x) ** 2).sum()  # noqa: E731
+    plain = optax.MultiSteps(tx, 2)
+    state = gs.TrainState.create(jnp.ones(2), optax.MultiSteps(tx, 2))
+    step = gs.train_step(loss_fn)
+    w, opt_state = jnp.ones(2), plain.init(jnp.ones(2))
+    for x in (0.1, 0.2, 0.3, 0.4):
+        loss, grads = jax.value_and_grad(loss_fn)(w, x)
+        updates, opt_state = plain.update(grads, opt_state, w, value=loss)
+        w = optax.apply_updates(w, updates)
+        state, _ = step(state, x)
+    np.testing.assert_allclose(state.params, w, rtol=1e-6)
