@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import Literal
 from optax import contrib
 
 import gainstage as gs
@@ -169,10 +170,25 @@ def one_by_one(fn, *args):
     structure = jax.tree.structure(shapes)
 
     def run(*args):
-        results = jax.core.eval_jaxpr(program.jaxpr, program.consts, *jax.tree.leaves(args))
-        return jax.tree.unflatten(structure, results)
+        return jax.tree.unflatten(structure, run_each(program, jax.tree.leaves(args)))
 
     return run
+
+
+def run_each(program, args):
+    """The results of a program, with the operations of compiled functions in it one by one too."""
+    values = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    values |= dict(zip(program.jaxpr.invars, args, strict=True))
+    read = lambda v: v.val if isinstance(v, Literal) else values[v]  # noqa: E731
+    for eqn in program.jaxpr.eqns:
+        operands = [read(v) for v in eqn.invars]
+        if eqn.primitive.name == "jit":
+            results = run_each(eqn.params["jaxpr"], operands)
+        else:
+            results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+            results = results if eqn.primitive.multiple_results else [results]
+        values |= dict(zip(eqn.outvars, results, strict=True))
+    return [read(v) for v in program.jaxpr.outvars]
 
 
 def stepping(name, tx, differentiate):

@@ -77,10 +77,10 @@ def row_major(arrays: Sequence[Any]) -> list[Any]:
     return _on_cpu(pinned, arrays, is_matrix)
 
 
-def behind_barriers(arrays: Sequence[Any]) -> list[Any]:
-    """The arrays, of which XLA:CPU does not know that they are the same: it stores each, and an
-    update has the same bits as without a check."""
-    return _on_cpu(lax.optimization_barrier, arrays, [x is not None for x in arrays])
+def behind_barriers(arrays: Sequence[Any], larger_than: int) -> list[Any]:
+    """The arrays; of those with more elements, XLA:CPU does not know that they are the same."""
+    is_large = [x is not None and x.size > larger_than for x in arrays]
+    return _on_cpu(lax.optimization_barrier, arrays, is_large)
 
 
 def _on_cpu(

@@ -15,6 +15,7 @@ from gainstage._base._jax import Tracer
 from gainstage._base.arrays import leaves_and_none
 from gainstage._base.warn import warn
 from gainstage._scaling import gradients
+from gainstage._scaling.finite_check import SMALL
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._scaling.step_telemetry import check_telemetry
 from gainstage._variables.sharding import (
@@ -249,7 +250,7 @@ class ScaledTransformation:
             onto=_sums_of_multi_steps(state.inner, named, params),
             shardings=shardings,
             # The barrier stops XLA:CPU from storing squares that `tx` computes too.
-            checked=gradients.behind_barriers(arrays),
+            checked=gradients.behind_barriers(arrays, larger_than=SMALL),
             loss=extra.get("value"),
             apply_if=apply_if,
         )
