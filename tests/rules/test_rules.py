@@ -493,3 +493,15 @@ def test_the_help_of_a_constructor_leads_to_its_defaults(rule):
     """`help` of `__init__`, which shows `min_scale = None`, says where defaults are explained."""
     assert f"help({rule.__name__})" in rule.__init__.__doc__
     assert all(field.name in rule.__doc__ for field in dataclasses.fields(rule))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2.0**15, 2.0**-4), (2.0**-5, 2.0**10)])
+def test_a_rule_with_another_first_scale_has_the_floor_of_that(before, after):
+    """`dataclasses.replace` makes the rule that the constructor makes: an overflow does not raise
+    a first scale below 1, and one from above falls to 1."""
+    rule = dataclasses.replace(gs.DynamicLossScale(before), initial_loss_scale=after)
+    assert rule == gs.DynamicLossScale(after)
+    assert rule.min_scale == min(1.0, after)
+    assert float(rule.update(rule.init(), False).scale) == max(after / 2, min(1.0, after))
+    given = dataclasses.replace(gs.DynamicLossScale(min_scale=0.5), initial_loss_scale=2.0)
+    assert given.min_scale == 0.5

@@ -138,6 +138,11 @@ class FixedLossScale(LossScale):
         return state._replace(scale=self.init().scale)
 
 
+class DerivedScale(float):
+    """A lowest scale that follows from the first one: with another first scale, which
+    `dataclasses.replace` gives a rule, it follows again."""
+
+
 @explains_arguments
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(LossScale):
@@ -201,10 +206,13 @@ class DynamicLossScale(LossScale):
     hysteresis: int = 1
 
     def __post_init__(self) -> None:
-        if self.min_scale is None:
+        is_derived = self.min_scale is None or isinstance(self.min_scale, DerivedScale)
+        if is_derived:
             set_field(self, "initial_loss_scale", checks.loss_scale)
             object.__setattr__(self, "min_scale", min(1.0, self.initial_loss_scale))
         set_scales(self)
+        if is_derived:
+            object.__setattr__(self, "min_scale", DerivedScale(self.min_scale))
         set_field(self, "multiplier", checks.real, above=0.0)
         set_field(self, "increment_period", checks.integer, low=1)
         set_field(self, "hysteresis", checks.integer, low=1)
