@@ -1261,3 +1261,19 @@ def test_multi_steps_inside_passes_the_loss_on():
         w = optax.apply_updates(w, updates)
         state, _ = step(state, x)
     np.testing.assert_allclose(state.params, w, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"fun": 5}, "Expected a function for fun; got 5"),
+        ({"using": 5}, "Expected a function such as jax.value_and_grad for using; got 5"),
+        ({"has_aux": "no"}, "Expected a bool for has_aux; got 'no'"),
+    ],
+)
+def test_value_and_grad_refuses_what_it_cannot_call(arguments, words):
+    """The arguments are refused where they are given, as those of `train_step`."""
+    state = gs.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
+    given = {"fun": lambda w: w.sum(), "opt_state": state, **arguments}
+    with pytest.raises(TypeError, match=words):
+        gs.value_and_grad(**given)

@@ -43,7 +43,7 @@ from gainstage.transforms.optax_checks import check_transformation
 from gainstage.transforms.refusals import check_leaves, refuse_others
 from gainstage.transforms.step import NewExtra, StateParts, apply_gradients, compute_gradients
 from gainstage.transforms.updates import step_was_applied
-from gainstage.transforms.value_and_grad import LossFunction, current_scale, refuse_self_scaled
+from gainstage.transforms.value_and_grad import current_scale, loss_function
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -250,8 +250,7 @@ class TrainState(Generic[Params]):
         Raises:
             TypeError: from the call, `loss_fn` returns something else.
         """
-        loss = LossFunction(loss_fn, checks.flag("has_aux", has_aux), using)
-        refuse_self_scaled(loss_fn, "value_and_grad")
+        loss = loss_function("loss_fn", loss_fn, has_aux, using, "value_and_grad")
         scale = state_to_scale_by(self.opt_state).rule_state.scale
 
         def true(*batch: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -41,7 +41,7 @@ from gainstage.transforms.models import Partition, change, kind_of, split
 from gainstage.transforms.refusals import explain_step, needless_scale
 from gainstage.transforms.step import Step, Taken
 from gainstage.transforms.train_state import TrainState, key_of
-from gainstage.transforms.value_and_grad import LossFunction, current_scale, refuse_self_scaled
+from gainstage.transforms.value_and_grad import LossFunction, current_scale, loss_function
 
 DRIFTS = (
     "gainstage.train_step inside of jax.pmap, or of jax.shard_map with check_vma=False: each "
@@ -193,20 +193,12 @@ def train_step(
 
     Source: `jax.value_and_grad`; `optax.apply_updates`.
     """
-    if not callable(loss_fn):
-        raise TypeError(
-            f"Expected a function for loss_fn; got {checks.brief(loss_fn)}. The optimizer is part "
-            f"of the state: gainstage.TrainState.create(params, tx)."
-        )
-    if using is not None and not callable(using):
-        raise TypeError(
-            f"Expected a function such as jax.value_and_grad for using; got {checks.brief(using)}."
-        )
-    refuse_self_scaled(loss_fn, "train_step")
-    donates, has_aux = checks.flag("donate", donate), checks.flag("has_aux", has_aux)
+    advice = " The optimizer is part of the state: gainstage.TrainState.create(params, tx)."
+    loss = loss_function("loss_fn", loss_fn, has_aux, using, "train_step", advice)
+    donates = checks.flag("donate", donate)
     retries = checks.integer("retries", retries, low=0)
     bounds = checked_bounds("audit_bounds", audit_bounds)
-    loss, audits = LossFunction(loss_fn, has_aux, using), None
+    audits = None
     if audit_every is not None:
         every = checks.integer("audit_every", audit_every, low=1)
         check_cast("loss_fn", loss_fn, "train_step(gs.autocast(loss_fn), audit_every=...)")

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 
+from gainstage._base import checks
 from gainstage._base.checks import brief
 from gainstage._programs.true_cotangents import called_at, loss_times
 from gainstage._scaling import gradients
@@ -81,11 +82,8 @@ def value_and_grad(
 
     Source: `jax.value_and_grad`; `flax.training.dynamic_scale.DynamicScale.value_and_grad`.
     """
-    refuse_self_scaled(fun, "value_and_grad")
-    scale, loss_fn = (
-        state_to_scale_by(opt_state).rule_state.scale,
-        LossFunction(fun, has_aux, using),
-    )
+    loss_fn = loss_function("fun", fun, has_aux, using, "value_and_grad")
+    scale = state_to_scale_by(opt_state).rule_state.scale
 
     def true(*args: Any, **kwargs: Any) -> Any:
         factor = marked(scale, "scale")
@@ -95,13 +93,32 @@ def value_and_grad(
     return true
 
 
-def refuse_self_scaled(fun: Any, caller: str) -> None:
-    """Raises a TypeError for a loss that scales its gradients itself."""
+def loss_function(
+    name: str, fun: Any, has_aux: bool, using: Using | None, caller: str, advice: str = ""
+) -> "LossFunction":
+    """A loss with how it is differentiated, from the arguments of a caller.
+
+    Args:
+        name: the name of the argument `fun`.
+        fun, has_aux, using: as for `value_and_grad`.
+        caller: the function that has these arguments.
+        advice: what to write instead of something that is no function.
+
+    Raises:
+        TypeError: one of them is of another type, or the loss scales its gradients itself.
+    """
+    if not callable(fun):
+        raise TypeError(f"Expected a function for {name}; got {brief(fun)}.{advice}")
+    if using is not None and not callable(using):
+        raise TypeError(
+            f"Expected a function such as jax.value_and_grad for using; got {brief(using)}."
+        )
     if getattr(getattr(fun, "func", fun), "is_self_scaled", False):
         raise TypeError(
             f"Expected a loss without a loss_scale of its own for {caller}, which scales it by the "
             f"state of loss_scaled; got two scales. Pass autocast(loss_fn) alone."
         )
+    return LossFunction(fun, checks.flag("has_aux", has_aux), using)
 
 
 class Backward(NamedTuple):
