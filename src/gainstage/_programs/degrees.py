@@ -119,22 +119,22 @@ def _joined(values: Sequence[Seen]) -> Seen:
     for x in others:
         if x != first:
             first = Seen(
-                _common([first.degree, x.degree]),
-                first.through | x.through,
-                first.divided or x.divided,
-                first.derived or x.derived,
-                first.half or x.half,
-                first.number if first.number == x.number else None,
-                first.spread and x.spread,
-                first.asks or x.asks,
-                first.bounds | x.bounds,
-                first.origin if first.origin == x.origin else None,
-                first.still and x.still,
-                first.is_bare or x.is_bare,
-                first.is_new or x.is_new,
-                first.chosen or x.chosen,
-                _merged(x.flaws, first.flaws),
-                first.last or x.last,
+                degree=_common([first.degree, x.degree]),
+                through=first.through | x.through,
+                divided=first.divided or x.divided,
+                derived=first.derived or x.derived,
+                half=first.half or x.half,
+                number=first.number if first.number == x.number else None,
+                spread=first.spread and x.spread,
+                asks=first.asks or x.asks,
+                bounds=first.bounds | x.bounds,
+                origin=first.origin if first.origin == x.origin else None,
+                still=first.still and x.still,
+                is_bare=first.is_bare or x.is_bare,
+                is_new=first.is_new or x.is_new,
+                chosen=first.chosen or x.chosen,
+                flaws=_merged(x.flaws, first.flaws),
+                last=first.last or x.last,
             )
     return first
 
@@ -207,22 +207,23 @@ def _result(eqn: JaxprEqn, xs: Sequence[Seen], variable: Var, is_inside: bool) -
     names = _not_linear(eqn, xs, degree) if is_inside else _new_flaws(eqn, xs, degree)
     new = [Flaw(name, eqn, is_inside) for name in names if name not in known]
     return Seen(
-        degree,
-        frozenset() if forgets else frozenset().union(units, *(x.through for x in xs)),
-        any(x.divided for x in xs) or falls,
-        any(x.derived for x in xs) or is_inside,
-        any(x.half for x in xs) or _is_half_product(eqn),
-        number,
-        not getattr(variable.aval, "shape", ()) or (name == "broadcast_in_dim" and xs[0].spread),
-        _asks(eqn, xs),
-        bounds,
-        xs[0].origin if name in ("convert_element_type", "copy") else ("made", id(variable)),
-        bool(xs) and all(x.still or x.number is not None for x in xs),
-        _is_bare(eqn, xs, is_inside),
-        name in _MOVES and any(x.is_new for x in xs),
-        _choice(eqn, xs),
-        _merged(kept, new),
-        eqn if changes else next((x.last for x in xs if x.last is not None), None),
+        degree=degree,
+        through=frozenset() if forgets else frozenset().union(units, *(x.through for x in xs)),
+        divided=any(x.divided for x in xs) or falls,
+        derived=any(x.derived for x in xs) or is_inside,
+        half=any(x.half for x in xs) or _is_half_product(eqn),
+        number=number,
+        spread=not getattr(variable.aval, "shape", ())
+        or (name == "broadcast_in_dim" and xs[0].spread),
+        asks=_asks(eqn, xs),
+        bounds=bounds,
+        origin=xs[0].origin if name in ("convert_element_type", "copy") else ("made", id(variable)),
+        still=bool(xs) and all(x.still or x.number is not None for x in xs),
+        is_bare=_is_bare(eqn, xs, is_inside),
+        is_new=name in _MOVES and any(x.is_new for x in xs),
+        chosen=_choice(eqn, xs),
+        flaws=_merged(kept, new),
+        last=eqn if changes else next((x.last for x in xs if x.last is not None), None),
     )
 
 
