@@ -348,7 +348,8 @@ def _fits(tx: Transformation, state: OptState, grads: PyTree) -> bool:
 def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
     """`optax.with_extra_args_support`, which drops what `optax.MultiSteps` passes on."""
     if isinstance(tx, optax.MultiSteps):
-        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+        update: Any = tx.update  # its type says that it takes its own state
+        return optax.GradientTransformationExtraArgs(tx.init, update)
     return optax.with_extra_args_support(cast(optax.GradientTransformation, tx))
 
 

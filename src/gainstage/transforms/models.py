@@ -268,11 +268,13 @@ class Copy:
 
     def __init__(self, original: PyTree, copy: PyTree = None) -> None:
         nodes = nodes_in(original)
-        self.has_objects = bool(nodes)
+        self.has_objects: bool = bool(nodes)
         if copy is None:
             copy = jax.tree.map(lambda x: x, original) if nodes else original
         self.tree: Any = _sharing_as(nodes, copy)
-        self._before = {at: jax.tree.leaves(x) for at, x in _flat_state(nodes_in(self.tree))}
+        self._before: dict[At, list[Any]] = {
+            at: jax.tree.leaves(x) for at, x in _flat_state(nodes_in(self.tree))
+        }
 
     def changes(self) -> PyTree:
         """What a call has changed of the objects, as a pytree of arrays; {} if nothing."""
