@@ -71,6 +71,15 @@ def test_tracing_grows_with_the_program(blocks):
     assert calls(lambda fun: gs.autocast(fun, loss_scale=2.0**15), blocks) <= 4.5 * exact
 
 
+def products_in(program):
+    """The products of a program, also those in functions that JAX has compiled, in order."""
+    for eqn in program.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn
+        elif eqn.primitive.name == "jit":
+            yield from products_in(eqn.params["jaxpr"])
+
+
 @pytest.mark.parametrize("calls_itself", [False, True])
 def test_a_program_traced_in_the_midst_of_another_changes_nothing_of_it(calls_itself):
     """While the gradient of a function under autocast is traced, a derivative of the user's may
@@ -93,8 +102,7 @@ def test_a_program_traced_in_the_midst_of_another_changes_nothing_of_it(calls_it
 
     half = gs.autocast(loss_fn)
     program = jax.make_jaxpr(jax.grad(half))({"a": a, "b": b}, x)
-    products = [eqn for eqn in program.eqns if eqn.primitive.name == "dot_general"]
-    dtypes = [eqn.outvars[0].aval.dtype.name for eqn in products]
+    dtypes = [eqn.outvars[0].aval.dtype.name for eqn in products_in(program)]
     # Those of both calls come first: of x with "a". The logarithm gets a float32 result.
     first = ["float16"] * (1 + calls_itself)
     assert dtypes == [*first, "float32", "float32", "float32", "float16"]
