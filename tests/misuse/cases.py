@@ -298,6 +298,10 @@ try: opt.minimize(fails, [v])
 except KeyError: pass
 for _ in range(3): opt.apply([jnp.ones(())], [v])
 """),
+    "one variable, and variables by name": ("works", "", """
+v = gs.optimizers.Variable(jnp.ones(3)); opt = gs.optimizers.SGD(0.5)
+opt.apply([jnp.ones(3)], v); opt.apply([jnp.ones(3)], {"v": v}); assert v.numpy().tolist() == [0, 0, 0]
+"""),
     "an iterator of variables in a compiled step": ("works", "", """
 v = gs.optimizers.Variable(1.0); opt = gs.optimizers.SGD(0.1); opt.build([v])
 step = gs.optimizers.jit(lambda g: opt.apply([g], (x for x in [v])), [v, *opt.variables])

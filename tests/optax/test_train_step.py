@@ -238,6 +238,23 @@ def test_tied_weights_and_parameters_in_the_batch_are_donated(second):
         assert np.isfinite(target["a"]).all()
 
 
+def test_a_key_of_the_extra_may_be_in_the_batch():
+    """A key is donated as any other array, and copied where the batch has it too."""
+
+    def loss_fn(w, extra, key):
+        return (w * jax.random.uniform(key)).sum(), {"key": jax.random.split(extra["key"])[0]}
+
+    state = gs.TrainState.create(jnp.ones(2), optax.sgd(0.1), extra={"key": jax.random.key(0)})
+    step, other = gs.train_step(loss_fn), gs.train_step(loss_fn, donate=False)
+    same = jax.tree.map(jnp.copy, state)
+    for _ in range(3):
+        key = state.extra["key"]
+        state, _ = step(state, key)
+        same, _ = other(same, same.extra["key"])
+        assert jax.random.key_data(key).shape == (2,)  # it is not deleted
+    np.testing.assert_array_equal(state.params, same.params)
+
+
 def test_a_large_array_beside_the_loss_is_not_read():
     """Logits that a loss returns as aux are not looked at, as they cost bandwidth; a count is."""
     large = 64, 4096

@@ -116,10 +116,13 @@ def joined(path: Sequence[Any], head: str = "") -> str:
     return "/".join(keys[:-1] if len(keys) > 1 and keys[-1] == "value" else keys)
 
 
-def buffers(array: object) -> list[int]:
-    """The memory addresses of an array's shards in this process."""
-    if not isinstance(array, jax.Array) or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+def buffers(array: object) -> list[Any]:
+    """The memory addresses of an array's shards in this process; of a key, which shows none, what
+    tells it from others."""
+    if not isinstance(array, jax.Array):
         return []
+    if is_key(array):
+        return [("key", id(array))]
     return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards if array.size]
 
 

@@ -3,7 +3,7 @@
 import operator
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack, overload
 
@@ -645,8 +645,8 @@ class Optimizer(Configurable, Arguments, Saved):
         """Takes a step with the arguments of `apply`; returns whether it was applied, None for
         always."""
         store, kept = self._store, self._kept
-        if trainable_variables is not None:
-            trainable_variables = list(trainable_variables)  # an iterator is read once
+        if isinstance(trainable_variables, Iterator):  # which is read once
+            trainable_variables = list(trainable_variables)
         if is_inside():
             weights = store.index if trainable_variables is None else trainable_variables
             check_bound(list(weights), self.variables)

@@ -301,11 +301,9 @@ class _Program:
         """Whether the memory of one of the arrays that it donates is that of another one too."""
         alike = [x for x in others if isinstance(x, jax.Array) and _kind_of_array(x) in kinds]
         taken = {address for x in alike for address in buffers(x)}
-        return bool(taken) and any(
-            not taken.isdisjoint(buffers(arrays[i]))
-            for i in self.donated
-            if _kind_of_array(arrays[i]) in {_kind_of_array(x) for x in alike}
-        )
+        kinds = frozenset(map(_kind_of_array, alike))
+        donated = (arrays[i] for i in self.donated) if taken else ()
+        return any(not taken.isdisjoint(buffers(x)) for x in donated if _kind_of_array(x) in kinds)
 
 
 class _Returned(NamedTuple):
