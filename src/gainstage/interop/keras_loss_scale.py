@@ -25,8 +25,8 @@ from gainstage._variables.types import PyTree
 from gainstage._variables.variable import is_inside, is_tracing
 from gainstage.interop.keras_backend import PACKAGE, keras
 from gainstage.interop.keras_statistics import warned_of_statistics
+from gainstage.optimizers._step.given_gradients import not_an_array
 from gainstage.optimizers._step.options import DEFAULTS, OPTIONS
-from gainstage.optimizers._step.runner import not_an_array
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.rules.loss_scale import (
     FixedLossScale,

@@ -35,14 +35,7 @@ from gainstage._variables.variable import Variable, is_inside, is_tracing
 from gainstage.optimizers._step import options as all_options
 from gainstage.optimizers._step.conventions import Conventions
 from gainstage.optimizers._step.differentiate import Differentiated, VarList, differentiate
-from gainstage.optimizers._step.optimizer_step import (
-    OptimizerState,
-    OptimizerStep,
-    StepInputs,
-    StepOptions,
-)
-from gainstage.optimizers._step.options import Arguments, OptimizerOptions
-from gainstage.optimizers._step.runner import (
+from gainstage.optimizers._step.given_gradients import (
     Kept,
     by_place,
     check_bound,
@@ -50,6 +43,13 @@ from gainstage.optimizers._step.runner import (
     listed,
     signature_of,
 )
+from gainstage.optimizers._step.optimizer_step import (
+    OptimizerState,
+    OptimizerStep,
+    StepInputs,
+    StepOptions,
+)
+from gainstage.optimizers._step.options import Arguments, OptimizerOptions
 from gainstage.optimizers._step.saving import Saved, shown, without_legacy, wrong_count
 from gainstage.optimizers._step.slots import Initializer, Slots
 from gainstage.optimizers._step.store import Computed, Store

@@ -1,4 +1,4 @@
-"""What runs a step: its arguments as the user gives them, checked, and its compiled program."""
+"""Gradients as the user gives them to `apply`: listed, checked, in the order of the variables."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
