@@ -16,7 +16,7 @@ from gainstage._base.arrays import joined
 from gainstage._base.checks import as_power
 from gainstage._scaling import gradients
 from gainstage._variables.types import PyTree, Scalar, Using
-from gainstage.transforms.models import Copy, Partition, kind_of, split
+from gainstage.transforms.models import Changeable, Partition, kind_of, split
 from gainstage.transforms.retrace import IS_KEPT
 from gainstage.transforms.step import StateParts, compute_gradients
 from gainstage.transforms.train_state import TrainState
@@ -408,7 +408,7 @@ def _compare(
     def side(scale: jax.Array, arrays: list[Any]) -> tuple[jax.Array, PyTree, PyTree]:
         params, extra, _ = partition.combine(arrays)
         state = StateParts(params, None, extra, None)
-        backward = compute_gradients(loss_fn, state, scale, Copy(batch).tree)
+        backward = compute_gradients(loss_fn, state, scale, Changeable(batch).tree)
         chosen = kind_of(params).chosen(params, backward.grads)
         return backward.loss, gradients.unscale(backward.grads, scale), chosen
 
@@ -417,7 +417,7 @@ def _compare(
     with IS_KEPT(True), jax.default_matmul_precision("highest"):
         exact, true, params = side(jnp.float32(1.0), arrays)
         model, extra, _ = partition.combine(arrays)
-        args = (model, *([] if extra is None else [extra]), *Copy(batch).tree)
+        args = (model, *([] if extra is None else [extra]), *Changeable(batch).tree)
         # XLA computes it once, if it is the same.
         whole = loss_fn._replace(has_extra=extra is not None)
         again = gradients.upcast(whole.parts(whole.fun(*args))[0])

@@ -11,7 +11,7 @@ from gainstage._base.arrays import partition
 from gainstage._programs.backward_at import backward_at
 from gainstage._variables.types import P, PyTree, R, Scalar
 from gainstage.transforms.marks import marked
-from gainstage.transforms.models import Copy, change
+from gainstage.transforms.models import Changeable, apply_changes
 
 
 def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
@@ -63,7 +63,7 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
         arrays, static = partition(args)
 
         def of_arrays(*values: ArrayLike) -> tuple[R, PyTree]:
-            copy = Copy(args, static.combine(values))
+            copy = Changeable(args, static.combine(values))
             result = untyped(*copy.tree)
             if not any(map(jnp.shape, jax.tree.leaves(result))):  # a loss, not a part of a network
                 result = jax.tree.map(_scales_itself, result)
@@ -71,7 +71,7 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
 
         converted, closed_over = jax.closure_convert(of_arrays, *arrays)
         result, changed = backward_at(converted, scale)(*arrays, *closed_over)
-        change(args, changed)
+        apply_changes(args, changed)
         return result
 
     result: Callable[..., R] = scaled  # it takes no keywords, which a `ParamSpec` cannot say

@@ -47,9 +47,9 @@ class Arrays:
         pick = lambda g, p: None if g is None else p  # noqa: E731
         return jax.tree.map(pick, grads, model, is_leaf=lambda x: x is None)
 
-    def mapped(self, change: Callable[..., Any], model: Model, updates: PyTree) -> Model:
-        """The model with `change(parameter, its update)` in the place of each parameter."""
-        new: Any = jax.tree.map(change, model, updates, is_leaf=lambda x: x is None)
+    def mapped(self, new_value: Callable[..., Any], model: Model, updates: PyTree) -> Model:
+        """The model with `new_value(parameter, its update)` in the place of each parameter."""
+        new: Any = jax.tree.map(new_value, model, updates, is_leaf=lambda x: x is None)
         return new
 
     def value_and_grad(self, fun: Callable[..., Any], /, **options: Any) -> Callable[..., Any]:
@@ -104,11 +104,11 @@ class Nnx(Arrays):
         pairs = [(at, x) for at, x in _nnx().to_flat_state(_nnx().state(model)) if at in wanted]
         return _nnx().from_flat_state(pairs)
 
-    def mapped(self, change: Callable[..., Any], model: Model, updates: PyTree) -> Model:
+    def mapped(self, new_value: Callable[..., Any], model: Model, updates: PyTree) -> Model:
         """The model itself, whose parameters have changed."""
         if not isinstance(updates, _nnx().State):
-            return super().mapped(change, model, updates)
-        _nnx().update(model, jax.tree.map(change, self.chosen(model, updates), updates))
+            return super().mapped(new_value, model, updates)
+        _nnx().update(model, jax.tree.map(new_value, self.chosen(model, updates), updates))
         return model
 
     def value_and_grad(self, fun: Callable[..., Any], /, **options: Any) -> Callable[..., Any]:
@@ -234,13 +234,13 @@ def split(
 ) -> tuple[list[Any], Partition]:
     """Splits a state into its arrays, the leaves of these kinds and all of the rest, and what else
     there is."""
-    arrays, model = split_model(params, kinds)
+    arrays, model = _split_model(params, kinds)
     more, static = partition(extra, kinds)
     leaves, structure = jax.tree.flatten(rest)
     return [*arrays, *more, *leaves], Partition(model, static, Static.of_arrays(structure))
 
 
-def split_model(model: PyTree, kinds: tuple[type, ...] = ARRAYS) -> tuple[list[Any], Static]:
+def _split_model(model: PyTree, kinds: tuple[type, ...] = ARRAYS) -> tuple[list[Any], Static]:
     """Splits a model into its arrays and the rest. Each variable that parts of an NNX model share
     is there once, and is shared again when it is combined."""
     arrays, static = partition(model, kinds)
@@ -255,8 +255,8 @@ def split_model(model: PyTree, kinds: tuple[type, ...] = ARRAYS) -> tuple[list[A
 # ── what a call changes ──────────────────────────────────────────────────────────────────────────
 
 
-class Copy:
-    """A copy of a pytree, whose objects of NNX a call may change; what has no such is not copied.
+class Changeable:
+    """A pytree for a call that may change objects of NNX in it: a copy, if there are any.
 
     JAX copies objects that are leaves or nodes of a pytree, so a change to a copy is lost, and a
     variable that two objects share becomes two: here it is shared again.
@@ -297,7 +297,7 @@ class Copy:
         return _nnx().from_flat_state(old) if old else {}
 
 
-def change(tree: PyTree, changes: PyTree) -> None:
+def apply_changes(tree: PyTree, changes: PyTree) -> None:
     """Makes changes, which a call has made to a copy of a pytree, to the pytree itself."""
     if changes:
         _nnx().update(nodes_in(tree), changes)

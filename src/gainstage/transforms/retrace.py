@@ -24,7 +24,7 @@ from gainstage._programs.true_cotangents import cotangents_times, given_scale, o
 from gainstage._variables.bridge import assign, read, recorded
 from gainstage._variables.types import P, PyTree, R
 from gainstage._variables.variable import is_tracing
-from gainstage.transforms.models import Copy, change, explain, kind_of
+from gainstage.transforms.models import Changeable, apply_changes, explain, kind_of
 
 SINGLE = np.dtype(np.float32)
 # Whether a call is made inside of `keep_float32`. Compiled functions are traced for each of both.
@@ -155,7 +155,7 @@ def traced(
             )
 
         def pure(arrays: Sequence[ArrayLike]) -> tuple[R, PyTree, PyTree]:
-            copy = Copy(original, static.combine(arrays))
+            copy = Changeable(original, static.combine(arrays))
             args, kwargs = copy.tree
             with recorded(runs_now) as assigned, _context(half), of_no_loss():
                 result = untyped(*args, **kwargs)
@@ -173,7 +173,7 @@ def traced(
         found = run(program, arrays, original)
         result, new, changed = jax.tree.unflatten(jax.tree.structure(shapes), found)
         assign(variables, new)
-        change(original, changed)
+        apply_changes(original, changed)
         return result
 
     return again

@@ -23,7 +23,7 @@ from gainstage.transforms.loss_scaled_state import (
     state_to_scale_by,
     with_first_scale_if_skipped,
 )
-from gainstage.transforms.models import Copy, Nnx, Partition, change, kind_of, split
+from gainstage.transforms.models import Changeable, Nnx, Partition, apply_changes, kind_of, split
 from gainstage.transforms.updates import selected, updated
 from gainstage.transforms.value_and_grad import Backward, LossFunction
 
@@ -60,7 +60,7 @@ def compute_gradients(
         scale: the loss scale.
         batch, named: what the loss takes beside the state.
     """
-    model, loss = Copy(state.params), loss._replace(has_extra=state.extra is not None)
+    model, loss = Changeable(state.params), loss._replace(has_extra=state.extra is not None)
     # A copy: Equinox refuses a `State` that was used once.
     extra = [jax.tree.map(lambda x: x, state.extra)] if loss.has_extra else []
     arguments = (model.tree, *extra, *batch)
@@ -89,7 +89,7 @@ def apply_gradients(
         loss: the true loss, for rules and transformations that measure it.
         options: what else the update takes.
     """
-    model, changes = Copy(state.params), dict[Any, Any]()
+    model, changes = Changeable(state.params), dict[Any, Any]()
     if model.has_objects:
         if not isinstance(extra, NewExtra):
             raise _no_extra(extra)
@@ -107,7 +107,7 @@ def apply_gradients(
     updates, opt_state = tx.update(grads, state.opt_state, trainable, **options)
     applies = loss_scaled_state(opt_state).applied
     if changes:  # such as running means of batch normalisation
-        change(model.tree, selected(changes, model.before(changes), applies))
+        apply_changes(model.tree, selected(changes, model.before(changes), applies))
     params = updated(model.tree, updates, applies)
     if extra is not None:
         extra = selected(extra, jax.tree.map(lambda x: x, state.extra), applies)
@@ -128,7 +128,23 @@ class Outcome:
     summed: str = dataclasses.field(metadata={"static": True})  # the axes of `summed_over`
 
 
-Taken = tuple[list[Any], Outcome]
+class Taken(NamedTuple):
+    """What a step has returned: the arrays of the new state, and the rest."""
+
+    arrays: list[Any]
+    outcome: Outcome
+
+    @property
+    def opt_state(self) -> OptState:
+        """The new state of the optimizer."""
+        return self.outcome.partition.combine(self.arrays).rest[0]
+
+    def with_opt_state(self, opt_state: OptState) -> "Taken":
+        """The same with another state of the optimizer."""
+        lists = self.outcome.partition.lists(self.arrays)
+        _, step = self.outcome.partition.rest.combine(lists.rest)
+        rest = jax.tree.leaves((opt_state, step))
+        return self._replace(arrays=[*lists.params, *lists.extra, *rest])
 
 
 class Step(NamedTuple):
@@ -164,19 +180,18 @@ class Step(NamedTuple):
             return first
 
         def tried(taken: Taken, before: OptState) -> Attempt:
-            old, new = (loss_scaled_state(state) for state in (before, _opt_state(taken)))
+            old, new = (loss_scaled_state(state) for state in (before, taken.opt_state))
             scales = old.rule_state.scale, new.rule_state.scale
-            return Attempt(may_help(new.applied, taken[1].loss, *scales), taken)
+            return Attempt(may_help(new.applied, taken.outcome.loss, *scales), taken)
 
         def again(skipped: Taken) -> Attempt:
-            before = retried(_opt_state(skipped))
-            arrays, outcome = _with_opt_state(skipped, before)
+            before = retried(skipped.opt_state)
+            arrays, outcome = skipped.with_opt_state(before)
             return tried(self._try(outcome.partition, arrays, batch, shardings), before)
 
         before = partition.combine(arrays).rest[0]
         _, last = try_again(tried(first, before), again, self.retries)
-        opt_state = with_first_scale_if_skipped(_opt_state(last), _opt_state(first))
-        return _with_opt_state(last, opt_state)
+        return last.with_opt_state(with_first_scale_if_skipped(last.opt_state, first.opt_state))
 
     def _try(
         self,
@@ -188,7 +203,7 @@ class Step(NamedTuple):
         """A step without retries."""
         params, extra, (opt_state, step) = partition.combine(arrays)
         state = StateParts(params, opt_state, extra, step)
-        objects = Copy(batch)
+        objects = Changeable(batch)
         scale = state_to_scale_by(opt_state).rule_state.scale
         backward = compute_gradients(self.loss, state, scale, objects.tree)
         grads, options = backward.grads, dict[str, Any]()
@@ -214,18 +229,7 @@ class Step(NamedTuple):
         beside, spoiled = _spoiled(backward, extra, applies)
         aux = [backward.aux] if self.loss.has_aux else []
         over = summed_over(backward.loss, grads)
-        return arrays, Outcome(backward.loss, aux, changes, spoiled, after, beside, over)
-
-
-def _opt_state(taken: Taken) -> OptState:
-    return taken[1].partition.combine(taken[0]).rest[0]
-
-
-def _with_opt_state(taken: Taken, opt_state: OptState) -> Taken:
-    arrays, outcome = taken
-    lists = outcome.partition.lists(arrays)
-    _, step = outcome.partition.rest.combine(lists.rest)
-    return [*lists.params, *lists.extra, *jax.tree.leaves((opt_state, step))], outcome
+        return Taken(arrays, Outcome(backward.loss, aux, changes, spoiled, after, beside, over))
 
 
 def _sharding_options(

@@ -38,7 +38,7 @@ from gainstage.transforms.loss_scaled_state import (
     with_scale,
 )
 from gainstage.transforms.marks import marked
-from gainstage.transforms.models import Copy, Equinox, Model, change, kind_of
+from gainstage.transforms.models import Changeable, Equinox, Model, apply_changes, kind_of
 from gainstage.transforms.optax_checks import check_transformation
 from gainstage.transforms.refusals import check_leaves, refuse_others
 from gainstage.transforms.step import NewExtra, StateParts, apply_gradients, compute_gradients
@@ -206,8 +206,8 @@ class TrainState(Generic[Params]):
                 f"{min(unknown)}."
             )
         if isinstance(extra := changes.get("extra"), NewExtra):
-            params = Copy(changes.get("params", self.params)).tree
-            change(params, extra.model)
+            params = Changeable(changes.get("params", self.params)).tree
+            apply_changes(params, extra.model)
             changes |= {"params": params, "extra": extra.extra}
         state = dataclasses.replace(self, **changes)
         if loss_scale is None:

@@ -37,7 +37,7 @@ from gainstage.transforms.loss_scaled_state import (
     states_in,
     without_scalars,
 )
-from gainstage.transforms.models import Partition, change, kind_of, split
+from gainstage.transforms.models import Partition, apply_changes, kind_of, split
 from gainstage.transforms.refusals import explain_step, needless_scale
 from gainstage.transforms.step import Step, Taken
 from gainstage.transforms.train_state import TrainState, key_of
@@ -285,7 +285,7 @@ class _Program:
         if not all(isinstance(sharding, NamedSharding) for sharding in of_model):
             of_model = []
         if shardings is not None:
-            options["out_shardings"] = list(shardings), None
+            options["out_shardings"] = Taken._make([list(shardings), None])
 
         def _run(*given: Any) -> Taken:
             arrays, batch = given[: partition.count], given[partition.count :]
@@ -361,7 +361,7 @@ class _CompiledStep:
             explain_step(error, state, batch)
             raise
         if outcome.changes:
-            change(batch, outcome.changes)
+            apply_changes(batch, outcome.changes)
         if outcome.summed:
             warn(SUMMED.format(at="of gainstage.train_step", over=outcome.summed))
         partition = outcome.partition
