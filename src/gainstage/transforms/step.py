@@ -220,9 +220,8 @@ class Step(NamedTuple):
                 "Expected a loss_fn that does not change the structure of the model; got one that "
                 "does. Create all variables of the model before the first step."
             )
-        after = (
-            partition if after == partition else after
-        )  # the same object: it is compared by `is`
+        if after == partition:
+            after = partition  # the same object, which `train_step` compares by `is`
         applies, changes = loss_scaled_state(new.opt_state).applied, objects.changes()
         if changes:
             changes = selected(changes, objects.before(changes), applies)
