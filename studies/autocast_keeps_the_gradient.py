@@ -134,10 +134,10 @@ def errors(model: Model) -> tuple[dict[str, Any], Plan]:
 
 def shares(plan: Plan) -> dict[str, float]:
     """The error that each kind of operation would cause in float16, by its name."""
-    lines = {(o.name, o.line, o.layer, o.share) for o in plan.operations if np.isfinite(o.share)}
     total: dict[str, float] = {}
-    for name, _, _, share in lines:
-        total[name] = total.get(name, 0.0) + share**2
+    for row in plan.operations:
+        if np.isfinite(row.error):
+            total[row.name] = total.get(row.name, 0.0) + row.error**2
     return {name: square**0.5 for name, square in sorted(total.items(), key=lambda row: -row[1])}
 
 
@@ -152,7 +152,7 @@ def products(model: Model, plan: Plan, batch: Any) -> dict[str, Any]:
         kinds = list(dtypes_of_products(program.jaxpr))
         found[arm] = [sum(kind == {"float16"} for kind in kinds), len(kinds)]
     wide = [o for o in plan.operations if o.name in PRODUCTS and o.dtype != plan.dtype]
-    return found | {"why": [[o.line, o.reason, o.share] for o in wide]}
+    return found | {"why": [[o.line, o.reason, o.error] for o in wide]}
 
 
 def dtypes_of_products(jaxpr: Any) -> Iterable[set[str]]:

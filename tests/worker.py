@@ -149,6 +149,32 @@ def recorded(mesh, folder):
     return written, [str(warning.message) for warning in told]
 
 
+def mended(mesh, steps):
+    """Steps of a run that mends itself, with a batch and weights in shards: its plan, and the loss
+    of each step."""
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    rng = np.random.default_rng(0)
+
+    def drawn(layout, *shape):
+        value = np.float32(rng.normal(size=shape))
+        return jax.make_array_from_callback(shape, layout, value.__getitem__)
+
+    def loss_fn(params, x):
+        h = (x + 2048.0) @ params["first"]
+        return jnp.mean((jnp.tanh(h - 2048.0 * params["first"].sum(0)) @ params["last"]) ** 2)
+
+    params = {"first": drawn(rows, 32, 32), "last": drawn(whole, 32, 32)}
+    state = gs.TrainState.create(params, optax.adam(0.01), rule=gs.DynamicLossScale(2.0**4))
+    step, losses = gs.train_step(gs.autocast(loss_fn), audit_every=5, mend=True), []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            state, loss = step(state, drawn(rows, 64, 32))
+            losses.append(float(loss))
+    rows = [(o.key, o.dtype, o.text) for o in step.plan.operations]
+    return rows, losses, [str(warning.message) for warning in told]
+
+
 def mesh_of(shape=(4, 2), count=None):
     devices = np.array(jax.devices()[:count]).reshape(shape)
     return jax.sharding.Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -193,6 +219,7 @@ def work(job):
         "digest": training.digest(),
         "same": same,
         "retried": retried(mesh_of((8, 1)), job["retried"]) if "retried" in job else None,
+        "mended": mended(mesh_of((8, 1)), job["mended"]) if "mended" in job else None,
         "recorded": recorded(mesh_of((8, 1)), Path(job["recorded"])) if "recorded" in job else None,
     }
 

@@ -12,8 +12,8 @@ Who owns the step?
 With any of them: `autocast` computes in half precision, `keep_float32` keeps a part of that in
 float32, and `in_half` gives a fused kernel half precision; `FixedLossScale`, `DynamicLossScale` and
 `AdaptiveLossScale` are rules; `advise` says what each precision costs, `audit` how far a step is
-off float32, `lint` whether a step of your own scales its loss once and divides once, and `xray`
-where a step overflows.
+off float32, `mend` takes the lines that spoil it back into float32, `lint` says whether a step of
+your own scales its loss once and divides once, and `xray` where a step overflows.
 
 Modules: `transforms`, `optimizers`, `precision`, `diagnostics`, `distributed`, `interop`, `compat`,
 `typing`.
@@ -27,11 +27,12 @@ from gainstage.precision.advice import advise
 from gainstage.precision.autocast import autocast, keep_float32
 from gainstage.precision.in_half import in_half
 from gainstage.rules import AdaptiveLossScale, DynamicLossScale, FixedLossScale, LossScale
-from gainstage.transforms.audit import audit
+from gainstage.training.audit import audit
+from gainstage.training.mending import mend
+from gainstage.training.train_step import train_step
 from gainstage.transforms.lint import lint
 from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.train_state import TrainState
-from gainstage.transforms.train_step import train_step
 from gainstage.transforms.value_and_grad import value_and_grad
 
 _LAZY = ("compat", "diagnostics", "distributed", "interop")  # imported when they are first used
@@ -83,6 +84,7 @@ __all__ = [
     "keep_float32",
     "lint",
     "loss_scaled",
+    "mend",
     "optimizers",
     "precision",
     "train_step",

@@ -2,8 +2,8 @@
 
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage.rules import ScaleState
-from gainstage.transforms.audit import AuditResult
-from gainstage.transforms.audited_run import Audits
+from gainstage.training.audit import AuditResult
+from gainstage.training.audited_run import Audits
 from gainstage.transforms.loss_scaled_state import LossScaledState
 
 __all__ = ["AuditResult", "Audits", "LossScaledState", "ScaleState", "StepInfo"]

@@ -39,23 +39,12 @@ def network(w, t):
     return jnp.tanh(jnp.tanh(t @ w[:1]) @ w) @ w[:, :2]
 
 
-def central(w, t, step=0.05):
-    """A second derivative by differences, one of them in a compiled function."""
-    u = jax.jit(lambda t: network(w, t))
-    return (u(t + step) - 2 * u(t) + u(t - step)) / step**2
-
-
 def stepped(w, x):
     """How far 40 small steps have led."""
     h = first = x @ w
     for _ in range(40):
         h = h + jnp.tanh(h @ w) * 0.001
     return h - first
-
-
-def harmonics(w, x):
-    angles = (2 * jnp.pi * x) @ jnp.arange(1.0, 129)[None]
-    return jnp.cos(angles) @ w + jnp.sin(angles) @ w
 
 
 TIMES = jnp.linspace(0, 4, 200)[:, None]
@@ -68,12 +57,6 @@ def precision_of_processes(w):
     kernel = jnp.exp(-(squares[:, None] + squares - 2 * z @ z.T) / 2) + 0.04 * jnp.eye(100)
     root = jnp.linalg.cholesky(kernel)
     return (jax.scipy.linalg.solve_triangular(root, y, lower=True) ** 2).sum() / 1e3
-
-
-def rolled_out(w):
-    """A linear system whose matrix is one and a small step, in a scan."""
-    turned = jnp.eye(16) + 0.01 * w
-    return lax.scan(lambda x, _: (x @ turned, None), X, None, length=50)[0]
 
 
 def surprise(w, x):
@@ -89,18 +72,6 @@ def blur(x):
 
 WINDOW = jnp.ones((11, 1, 1)) / 11
 SIGNAL = 0.75 + 0.03 * draw(7, 16, 64, 1)
-
-
-def filtered(log_noise):
-    """A Kalman filter of a position and a speed."""
-    moves, sees, spread, loss = jnp.eye(2) + 0.1 * jnp.eye(2, k=1), jnp.eye(1, 2), 100.0, 0.0
-    spread = spread * jnp.eye(2)
-    for _ in range(3):
-        spread = moves @ spread @ moves.T
-        seen = sees @ spread @ sees.T + jnp.exp(log_noise)
-        spread = (jnp.eye(2) - (spread @ sees.T / seen) @ sees) @ spread
-        loss += jnp.log(seen).sum()
-    return loss
 
 
 def scanned(w, x):
@@ -164,17 +135,7 @@ LOSSES = {
             jnp.exp(-((100 + X[:, :4] @ w)[:, None] - (100 + w)[None]) ** 2).sum(-1)
         ), draw(4, 4, 4) / 4
     ),
-    "central differences of a network": (
-        lambda w: jnp.mean(central(w, TIMES) ** 2), draw(4, 16, 16) / 4
-    ),
-    "an acceleration": (
-        lambda w: jnp.mean((jnp.diff(network(w, TIMES), n=2, axis=0) / (4 / 199) ** 2) ** 2),
-        draw(4, 16, 16) / 4,
-    ),
     "small steps": (lambda w: jnp.mean((stepped(w, X) - 0.01 * X) ** 2), draw(4, 16, 16) / 2),
-    "many harmonics": (
-        lambda w: jnp.mean((harmonics(w, X[:, :1]) - X) ** 2), draw(4, 128, 16) / 6
-    ),
     "a covariance": (
         lambda w: jnp.log(w @ jnp.cov(100 + 30 * X, rowvar=False) @ w), 1 + jnp.abs(draw(1, 16))
     ),
@@ -183,7 +144,6 @@ LOSSES = {
         8 * draw(1, 16, 16),
     ),
     "a Gaussian process": (precision_of_processes, jnp.ones(3)),
-    "one and a small step": (lambda w: jnp.mean((rolled_out(w) - X[::-1]) ** 2), draw(1, 16, 16)),
     "an error of two large values": (
         lambda w: jnp.mean(surprise(w, X) ** 2),
         {"w": draw(4, 16, 1) / 20, "b": jnp.full((1,), 96.3)},
@@ -192,7 +152,6 @@ LOSSES = {
         lambda w: jnp.log(jnp.mean(blur((x := SIGNAL + w) * x) - blur(x) ** 2) + 1e-3),
         draw(2, 64, 1) / 100,
     ),
-    "a filter": (filtered, jnp.float32(-4)),
     "one and a part": (
         lambda w: jnp.mean(1 + jnp.sin(5 * jnp.cumsum(1 + 0.05 * jnp.tanh(X @ w), 0))),
         draw(1, 16, 4) / 4,

@@ -61,7 +61,7 @@ def measured():
     return {
         "costs": {cost.name: cost.price for cost in advice.costs},
         "table": str(advice),
-        "shares": [operation.share for operation in plan.operations if "dot" in operation.name],
+        "shares": [operation.error for operation in plan.operations if "dot" in operation.name],
         "angles": {name: value / size for name, value in found.items()},
         "recommended": advice.recommended.name,
         "xray": max(seen.gradient_errors.values()),

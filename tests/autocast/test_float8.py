@@ -31,7 +31,7 @@ def in_float8(fun, *args):
     """The function with all its products in float8."""
     plan = tune(fun, args[0], [args[1:]], max_error=1e9, progress=False)
     rows = [o._replace(dtype="float8") if o.name == "dot_general" else o for o in plan.operations]
-    return gs.autocast(fun, Plan(plan.dtype, rows, plan.predicted, plan.measured, plan.shapes))
+    return gs.autocast(fun, Plan(plan.dtype, rows))
 
 
 def casts(fun, *args):
@@ -242,7 +242,7 @@ def test_loops_and_rematerialisation_keep_the_gradient(kind):
 @pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
 def test_on_a_mesh_the_largest_number_is_that_of_all_devices(kind):
     """Eight devices, of which one has the largest numbers, compute the gradient of one device."""
-    x = draw(2, 64, 16) * jnp.where(jnp.arange(64) < 8, 100.0, 1.0)[:, None]
+    x = draw(2, 256, 16) * jnp.where(jnp.arange(256) < 32, 100.0, 1.0)[:, None]
     fun = in_float8(squared, W, x)
     alone = jax.jit(jax.grad(fun))(W, x)
     explicit = kind == "explicit"

@@ -497,14 +497,14 @@ def test_a_kernel_is_one_line_of_a_plan(plan):
     """`tune` measures it, a file keeps it, and it is refused for a function without the kernel."""
     row = the_row(plan)
     assert (row.dtype, row.reason, row.layer) == ("float16", "", "")
-    assert 0 < row.share < 0.01
+    assert 0 < row.error < 0.01
     assert "test_in_half.py" in row.line
     assert kernels_of(gs.autocast(loss_fn, plan), PARAMS, X) == ["float16"]
     exact = jax.grad(exact_fn)(PARAMS, X)
     found = jax.jit(jax.grad(gs.autocast(loss_fn, plan, loss_scale=2.0**10)))(PARAMS, X)
     assert error(found, exact) < 2e-3
     assert Plan.from_json(plan.to_json()) == plan
-    with pytest.raises(ValueError, match="with in_half as operation"):
+    with pytest.raises(ValueError, match=r"test_in_half\.py:\d+ \(`return .*attend.*lacks"):
         gs.autocast(exact_fn, plan)(PARAMS, X)
 
 
@@ -512,8 +512,7 @@ def test_a_plan_may_keep_a_kernel_in_float32(plan):
     """Where its row says so, the float32 function runs, with the gradient of that."""
     row = the_row(plan)
     rows = [o._replace(dtype="float32") if o is row else o for o in plan.operations]
-    in_float32 = Plan(plan.dtype, rows, plan.predicted, plan.measured, plan.shapes)
-    half = gs.autocast(loss_fn, in_float32)
+    half = gs.autocast(loss_fn, Plan(plan.dtype, rows))
     assert kernels_of(half, PARAMS, X) == []
     assert error(jax.grad(half)(PARAMS, X), jax.grad(exact_fn)(PARAMS, X)) < 2e-3
 
@@ -523,18 +522,18 @@ def test_the_share_is_that_of_the_kernel(plan):
     two of the error of the kernel alone."""
     row = the_row(plan)
     rows = [o if o is row else o._replace(dtype="float32") for o in plan.operations]
-    alone = Plan(plan.dtype, rows, plan.predicted, plan.measured, plan.shapes)
     exact = jax.grad(exact_fn)(PARAMS, *BATCHES[0])
-    found = jax.grad(gs.autocast(loss_fn, alone, loss_scale=2.0**10))(PARAMS, *BATCHES[0])
-    assert 0.5 < row.share / error(found, exact) < 2
+    found = jax.grad(gs.autocast(loss_fn, Plan(plan.dtype, rows), loss_scale=2.0**10))(
+        PARAMS, *BATCHES[0]
+    )
+    assert 0.5 < row.error / error(found, exact) < 2
 
 
 def test_a_plan_keeps_a_kernel_with_large_numbers_in_float32():
     """What float16 does not hold is not given to a kernel in float16."""
     large = {**PARAMS, "v": 3e5 * PARAMS["v"], "o": PARAMS["o"] / 3e5}
     plan = tune(loss_fn, large, BATCHES, progress=False)
-    assert the_row(plan).dtype == "float32"
-    assert the_row(plan).reason.startswith("it reaches")
+    assert (the_row(plan).dtype, the_row(plan).reason) == ("float32", "it is too large")
     assert kernels_of(gs.autocast(loss_fn, plan), large, X) == []
     found = jax.grad(gs.autocast(loss_fn, plan))(large, X)
     assert error(found, jax.grad(exact_fn)(large, X)) < 2e-2

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 import gainstage as gs
-from gainstage.precision import Plan, tune
+from gainstage.precision import Operation, Plan, tune
 
 
 def tuned(fun, params, *batch, max_error=0.005, **options):
@@ -53,12 +53,12 @@ def plan():
 
 
 def test_the_one_product_that_float16_ruins_stays_in_float32(plan):
-    """Default rules are 10 % wrong; the plan keeps two operations and is below its bound."""
+    """Default rules are 10 % wrong; the plan keeps that line in float32, and is below its bound."""
     batch = 300 + 0.7 * np.asarray(X), Y
     assert error(offset, "float16", OFFSET, *batch) > 0.1
     assert error(offset, plan, OFFSET, *batch) <= 0.005
     products = [o.dtype for o in plan.operations if o.name == "dot_general"]
-    assert products == ["float32", "float16", "float16"]
+    assert products == ["float32", "float16"]  # two are on one line
 
 
 def test_the_prediction_holds_on_another_batch(plan):
@@ -71,20 +71,34 @@ def test_the_prediction_holds_on_another_batch(plan):
         assert plan.predicted.error / 1.5 <= found <= plan.predicted.error * 1.5
 
 
-def test_what_comes_near_the_largest_number_stays_in_float32():
-    """A network whose middle reaches 1e5 is right with a plan."""
+@pytest.mark.parametrize(("height", "is_near"), [(5e4, True), (5e3, True), (5e2, False)])
+def test_what_comes_near_the_largest_number_stays_in_float32(height, is_near):
+    """A network whose middle reaches 1e5 is right with a plan, and so is one whose middle may grow
+    to that: a sixteenth of the largest number is the limit."""
 
     def hot(params, x, y):
-        h = jnp.tanh(x @ params["a"]) @ params["b"] * 5e4
-        return jnp.mean((jnp.tanh(h / 5e4) @ params["c"] - y) ** 2)
+        h = jnp.tanh(x @ params["a"]) @ params["b"] * height
+        return jnp.mean((jnp.tanh(h / height) @ params["c"] - y) ** 2)
 
     plan = tuned(hot, PARAMS, X, Y)
     assert plan.measured.error <= 0.005
-    reasons = [o.reason for o in plan.operations if o.largest > 65504 / 16]
-    assert len(reasons) >= 2
-    assert all("reaches" in reason or reason == "a sum" for reason in reasons)
-    largest = np.abs(5e4 * np.tanh(X @ PARAMS["a"]) @ PARAMS["b"]).max()
-    assert max(o.largest for o in plan.operations) == pytest.approx(float(largest), rel=1e-4)
+    large = {o.name: o.dtype for o in plan.operations if o.reason == "it is too large"}
+    assert large == ({"mul": "float32", "div": "float32"} if is_near else {})
+
+
+def test_what_overflows_hides_no_small_gradients():
+    """Where the middle of a network overflows, and its gradients are so small that they need a
+    loss scale, the plan has the same lines in float32 as with larger gradients."""
+
+    def hot(factor):
+        def loss(params, x, y):
+            h = jnp.tanh(x @ params["a"]) @ params["b"] * 5e4
+            return factor * jnp.mean((jnp.tanh(h / 5e4) @ params["c"] - y) ** 2)
+
+        return {o.name: o.dtype for o in tuned(loss, PARAMS, X, Y).operations}
+
+    assert hot(1e-5) == hot(1.0)
+    assert hot(1e-5)["sub"] == "float16"
 
 
 def test_a_plan_of_a_small_batch_holds_for_a_large_one():
@@ -97,7 +111,7 @@ def test_a_plan_of_a_small_batch_holds_for_a_large_one():
 
     plan = tuned(loss, PARAMS, X[:16])
     assert {o.dtype for o in plan.operations if o.name == "dot_general"} == {"float16"}
-    assert {o.dtype for o in plan.operations if o.largest > 500 or o.name == "div"} == {"float32"}
+    assert not {"reduce_sum", "div"} & {o.name for o in plan.operations}  # as by the default rules
     large = np.tile(X, (64, 1))
     found, expected = (jax.jit(f)(PARAMS, large) for f in (gs.autocast(loss, plan), loss))
     assert float(found) == pytest.approx(float(expected), rel=1e-3)
@@ -112,8 +126,7 @@ def test_infinities_of_a_mask_are_no_large_numbers():
         return jnp.mean(jax.nn.softmax(scores) ** 2)
 
     plan = tuned(loss, PARAMS, X)
-    assert not any("inf" in o.reason for o in plan.operations)
-    assert max(o.largest for o in plan.operations) < 1e4
+    assert not any(o.reason == "it is too large" for o in plan.operations)
 
 
 def test_a_tighter_bound_keeps_more():
@@ -127,24 +140,19 @@ def test_a_tighter_bound_keeps_more():
 
 
 def test_equal_layers_share_a_measurement():
-    """A function of three equal layers, in a loop or a scan, is measured as often as one layer."""
+    """A function of three equal layers has the rows of one, and so has a scan of them."""
 
-    def stack(layers):
-        def loss(params, x):
-            for i in range(layers):
-                x = x + jnp.tanh(x @ params[i])
-            return jnp.mean(x**2)
-
-        return loss
-
-    params = np.stack([PARAMS[name] for name in "abc"])
-    plan = tuned(stack(3), params, X)
-    assert [o.name for o in plan.operations].count("dot_general") == 3
-    assert len({o.share for o in plan.operations if o.name == "dot_general"}) == 1
+    def loss(params, x):
+        for w in params:
+            x = x + jnp.tanh(x @ w)
+        return jnp.mean(x**2)
 
     def scanned(params, x):
         return jnp.mean(lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, params)[0] ** 2)
 
+    params = np.stack([PARAMS[name] for name in "abc"])
+    rows = [[o.key for o in tuned(loss, params[:n], X).operations] for n in (1, 3)]
+    assert rows[0] == rows[1]
     plan = tuned(scanned, params, X)
     assert [o.dtype for o in plan.operations if o.name == "dot_general"] == ["float16"]
     assert error(scanned, plan, params, X) <= 0.005
@@ -155,8 +163,7 @@ def test_a_plan_is_saved_and_loaded(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan
-    assert loaded != Plan("float16", plan.operations[1:], 0.0, 0.0)
-    assert (loaded.predicted, loaded.measured) == (plan.predicted, plan.measured)
+    assert loaded != Plan("float16", plan.operations[1:], plan.predicted, plan.measured)
     assert str(loaded) == str(plan)
     assert "an error of 0.0" in str(plan)
     assert "test_tune_precision.py:" in str(plan)
@@ -168,86 +175,80 @@ def test_a_plan_needs_the_function_without_autocast(plan):
         gs.autocast(gs.autocast(lambda params, x: (x @ params).mean()), plan)
 
 
-def test_a_row_of_a_plan_shows_its_largest_number(plan):
-    """Operations of one line are one row, with the largest of their numbers, in whatever order."""
-    first = plan.operations[0]
-    turns = [first._replace(largest=largest, path=(*first.path, 0)) for largest in (10, 777, 10)]
-    row = str(Plan("float16", turns, plan.predicted, plan.measured)).splitlines()[-1].split()
-    assert (row[1], row[4]) == ("3", "777")
+def test_a_row_shows_what_is_known_of_its_line(plan):
+    """A column that no row has is left out, and lines that are in float32 are named as code."""
+    rows = [o._replace(error=np.nan) for o in plan.operations if o.dtype == "float32"]
+    head, *table, code = str(Plan("float16", rows)).splitlines()
+    assert head == f"float16 by the default rules, with rows in float32 ({len(rows)})."
+    assert table[0].split() == ["operation", "dtype", "line", "why"]
+    assert table[1].split()[:3] == ["dot_general", "float32", rows[0].line]
+    assert code == (
+        f"As code: with gainstage.keep_float32(): around {rows[0].line} "
+        '(`h = jnp.tanh(x @ params["a"] - params["mean"])`).'
+    )
+    assert str(Plan("float16")) == "float16 by the default rules."
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "{}", "[]", '{"gainstage plan": 99}', '{"gainstage plan": 1, "operations": [1]}'],
-)
+NO_PLANS = ["", "{}", "[]", '{"gainstage plan": 2}', '{"gainstage plan": 3, "operations": [1]}']
+
+
+@pytest.mark.parametrize("content", NO_PLANS)
 def test_a_file_that_is_no_plan_is_refused(content, tmp_path):
     """The error names the file."""
     path = tmp_path / "other.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"plan of version 2.*other\.json"):
+    with pytest.raises(ValueError, match=r"plan of version 3.*other\.json"):
         Plan.load(path)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("dtype", "float8"), ("dtype", 3), ("predicted", "small"), ("measured", None), ("shapes", 1)],
-)
-def test_a_damaged_plan_is_refused_where_it_is_read(plan, field, value, tmp_path):
-    """Each field of the file is checked, before anything uses the plan."""
-    path = tmp_path / "damaged.json"
-    plan.save(path)
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, field: value}))
-    with pytest.raises(ValueError, match=r"plan of version 2.*damaged\.json"):
-        Plan.load(path)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("dtype", "banana"), ("share", None), ("path", ["a"]), ("largest", "big"), ("reason", 1)],
-)
-def test_a_damaged_row_of_a_plan_is_refused(plan, field, value, tmp_path):
-    """A row that would count as float32, or fail later, is an error of the file."""
-    path = tmp_path / "damaged.json"
-    plan.save(path)
-    content = json.loads(path.read_text())
-    content["operations"][1][field] = value
+def refused(plan, path, damage):
+    """Asserts that the file of a plan is refused after some damage, with its name."""
+    content = json.loads(plan.to_json())
+    damage(content)
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"plan of version 2.*damaged\.json"):
+    with pytest.raises(ValueError, match=r"plan of version 3.*damaged\.json"):
         Plan.load(path)
 
 
-def test_a_plan_for_parameters_of_other_shapes_says_so(tmp_path):
-    """It was measured with sums of other lengths: there is one warning, for each plan."""
+@pytest.mark.parametrize(
+    ("field", "values"),
+    {
+        "gainstage plan": [2, None], "dtype": ["banana", 3, ["float16"]], "left": ["much", True],
+        "predicted": ["small", {}], "measured": [None, {"noise": 1}], "operations": [3, [1]],
+    }.items(),
+)  # fmt: skip
+def test_a_damaged_plan_is_refused_where_it_is_read(plan, field, values, tmp_path):
+    """Each field of the file is checked, before anything uses the plan."""
+    for value in values:
+        refused(
+            plan, tmp_path / "damaged.json", lambda content, v=value: content.update({field: v})
+        )
+    refused(plan, tmp_path / "damaged.json", lambda content: content.pop(field))
 
-    def loss(w, x):
-        return jnp.mean(jnp.tanh(x @ w) ** 2)
 
-    plan = tuned(loss, jnp.ones((8, 4)) / 8, jnp.ones((2, 8)))
-    planned = gs.autocast(loss, plan)
-    planned(jnp.ones((8, 4)) / 8, jnp.ones((5, 8)))
-    with pytest.warns(UserWarning, match=r"other shapes: \(8, 4\), and now \(16, 4\)"):
-        planned(jnp.ones((16, 4)) / 8, jnp.ones((2, 16)))
-    planned(jnp.ones((16, 4)) / 8, jnp.ones((2, 16)))
+@pytest.mark.parametrize("field", Operation._fields)
+def test_a_damaged_row_of_a_plan_is_refused(plan, field, tmp_path):
+    """A row that would count as float32, or fail later, is an error of the file."""
+    is_number = field in ("error", "noise", "bias")
+    values = ["big", True, []] if is_number else [1, None, ["a"]]
+    values += ["banana", "float8", "float32 result"] if field == "dtype" else []
+    number = [o.name for o in plan.operations].index("tanh")  # which is no product
+    for value in values:
+        refused(
+            plan, tmp_path / "damaged.json",
+            lambda content, v=value: content["operations"][number].update({field: v}),
+        )  # fmt: skip
+    if field != "reason":  # which may be left out
+        refused(
+            plan, tmp_path / "damaged.json", lambda content: content["operations"][0].pop(field)
+        )
+    refused(plan, tmp_path / "damaged.json", lambda content: content["operations"][0].update(own=1))
 
 
 def test_has_aux_without_aux_is_an_error():
     """A function that returns a scalar has no aux; the error says what was expected."""
     with pytest.raises(TypeError, match=r"Expected \(loss, aux\) from loss_fn with has_aux=True"):
         tuned(lambda w: (w * w).sum(), jnp.ones(3), has_aux=True)
-
-
-def test_the_plan_of_another_function_is_refused(plan):
-    """The error says which operation differs, and how to measure again."""
-
-    def other(params, x, y):
-        h = jnp.sin(x @ params["a"] - params["mean"])
-        return jnp.mean((jax.nn.gelu(h @ params["b"]) @ params["c"] - y) ** 2)
-
-    with pytest.raises(ValueError, match=r"tanh as operation 2 .*got sin.*tune"):
-        gs.autocast(other, plan)(OFFSET, X, Y)
-    with pytest.raises(ValueError, match="Measure again"):
-        gs.autocast(lambda w: w * 2, plan)(X)
 
 
 def test_models_and_aux():
@@ -267,8 +268,7 @@ def test_models_and_aux():
     plan = tuned(loss, model, X, has_aux=True)
     assert plan.measured.error <= 0.005
     assert model.layers[1].mean[...] is mean  # measuring changes nothing
-    kept = [o for o in plan.operations if o.name == "log1p"]
-    assert [(o.dtype, o.reason) for o in kept] == [("float32", "keep_float32, or unused")]
+    assert "log1p" not in {o.name for o in plan.operations}  # the user has decided on it
     state = gs.TrainState.create(model, optax.sgd(0.1))
     _, value, aux = gs.train_step(gs.autocast(loss, plan), has_aux=True)(state, X)
     assert bool(jnp.isfinite(value))
@@ -288,7 +288,7 @@ def test_a_bound_that_no_plan_keeps_is_a_warning():
     def half(params, x):
         return jnp.mean((x @ params).astype(jnp.float16).astype(jnp.float32) ** 2)
 
-    with pytest.warns(UserWarning, match="Expected max_error=1e-12; the plan has .* operations in"):
+    with pytest.warns(UserWarning, match="Expected max_error=1e-12; the plan has .* lines in"):
         tuned(half, PARAMS["a"], X, max_error=1e-12)
 
 
@@ -308,4 +308,4 @@ def test_the_file_is_json(plan, tmp_path):
     """Other programs can read the rows."""
     plan.save(tmp_path / "plan.json")
     content = json.loads((tmp_path / "plan.json").read_text())
-    assert content["operations"][0]["name"] == plan.operations[0].name
+    assert content["operations"][0] == plan.operations[0]._asdict() | {"noise": None, "bias": None}

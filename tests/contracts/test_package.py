@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 # The rooms of the package, the lowest first: a file imports from its own room and lower ones.
 ROOMS = [
     "_base", "_programs", "_variables", "optimizers/schedules", "rules", "_scaling", "transforms",
-    "typing", "precision", "optimizers/_step", "optimizers", "runs", "_xray", "diagnostics",
-    "compat", "distributed", "interop", "demo", "_doctor",
+    "precision", "training", "typing", "optimizers/_step", "optimizers", "runs", "_xray",
+    "diagnostics", "compat", "distributed", "interop", "demo", "_doctor",
     "_advise", "_lint", "__main__",
 ]  # fmt: skip
 FILES = sorted(SRC.rglob("*.py"))

@@ -12,7 +12,7 @@ import jax
 
 import gainstage as gs
 from gainstage.optimizers import LossScaleOptimizer
-from gainstage.transforms.train_step import TrainStep
+from gainstage.training.train_step import TrainStep
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # The modules whose calls of `jax.jit` are steps, or parts of one: pages and examples.

@@ -16,6 +16,7 @@ import gainstage as gs
 pytestmark = [pytest.mark.repo, pytest.mark.thorough]
 
 
+@pytest.mark.filterwarnings("ignore:.*half precision made:UserWarning")  # which a page shows
 @pytest.mark.as_users
 @pytest.mark.parametrize(
     "page",

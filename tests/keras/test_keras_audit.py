@@ -75,7 +75,7 @@ def test_a_fit_is_the_same_with_audits():
     assert fitted(audited, audit) == []
     for a, b in zip(plain.variables, audited.variables, strict=True):
         assert np.asarray(a.value).tobytes() == np.asarray(b.value).tobytes(), a.path
-    assert audit.audits.count == 4
+    assert audit.audits.count == 5
     assert audit.audits.last.ok
     assert abs(audit.audits.bias) < 1e-3
     assert int(audit.audits.last.step) == 15
@@ -104,12 +104,14 @@ def test_the_loss_is_that_of_keras():
     assert found.float32_loss > rest > 0
 
 
-@pytest.mark.parametrize("more", [{"steps_per_execution": 3}, {"run_eagerly": True}])
-def test_other_ways_of_keras_to_step(more):
+@pytest.mark.parametrize(
+    ("more", "count"), [({"steps_per_execution": 3}, 3), ({"run_eagerly": True}, 4)]
+)
+def test_other_ways_of_keras_to_step(more, count):
     """Several steps in a call, and uncompiled steps, are audited too."""
     audit = ours.Audit(every=6)
     assert fitted(model_of(**more), audit) == []
-    assert audit.audits.count == 3
+    assert audit.audits.count == count
 
 
 def test_bfloat16_has_no_scale():
@@ -132,7 +134,7 @@ def test_a_second_fit_goes_on_also_after_an_interrupted_one():
         fitted(net, audit, Stop())
     fitted(net, audit, epochs=2)
     assert not hasattr(net.train_function, "plain")
-    assert audit.audits.count == 4  # of 13 steps
+    assert audit.audits.count == 5  # of 13 steps
 
 
 def test_other_models_are_refused():
@@ -165,3 +167,100 @@ def test_bad_arguments_are_refused(options, error):
     with pytest.raises(error):
         ours.Audit(**options)
     assert gs.audit is not ours.Audit
+
+
+# ── mending ──────────────────────────────────────────────────────────────────────────────────────
+
+OFFSET = 2.0**11
+
+
+class Shifted(keras.layers.Layer):
+    """A product with an offset, which is subtracted again."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 16), name="kernel")
+
+    def call(self, x):
+        h = keras.ops.matmul(x + OFFSET, self.kernel)
+        return keras.ops.tanh(h - OFFSET * keras.ops.sum(self.kernel, axis=0))
+
+
+def shifted(**more):
+    keras.utils.set_random_seed(0)
+    net = keras.Sequential([keras.Input(X.shape[1:]), Shifted(), keras.layers.Dense(16)])
+    optimizer = ours.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**8)
+    return ours.compile(net, optimizer, "mse", **more)
+
+
+def test_a_fit_mends_itself():
+    """One warning names the line of the layer; the loss is that of float32, and the plan is kept
+    with the model and for the next one."""
+    net, audit = shifted(), ours.Audit(every=6, mend=True)
+    y = np.tanh(X)[:, :1].repeat(16, 1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        history = net.fit(X, y, batch_size=16, epochs=3, verbose=0, callbacks=[audit])
+    said = [str(w.message) for w in told if "half precision made" in str(w.message)]
+    assert len(said) == 1
+    assert "test_keras_audit.py:" in said[0]
+    assert "h = keras.ops.matmul(x + OFFSET, self.kernel)" in said[0]
+    assert audit.plan.operations
+    assert audit.audits.last.ok
+    exact = shifted(dtype=None)
+    wanted = exact.fit(X, y, batch_size=16, epochs=3, verbose=0)
+    np.testing.assert_allclose(history.history["loss"], wanted.history["loss"], rtol=0.01)
+    again = shifted(dtype=audit.plan)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        again.fit(X, y, batch_size=16, verbose=0, callbacks=[ours.Audit(every=6, mend=True)])
+    assert not [w for w in told if "half precision made" in str(w.message)]
+    assert not hasattr(net.train_function, "plain")
+
+
+def overflowing(**more):
+    """A model whose hidden layer overflows in float16, and its data."""
+    keras.utils.set_random_seed(0)
+    dense = keras.layers.Dense
+    layers = [keras.Input(X.shape[1:]), dense(64, "relu", name="first"), dense(16)]
+    net = ours.compile(keras.Sequential(layers), "adam", "mse", **more)
+    return net, 1e5 * X, 1e5 * np.tanh(X)[:, :1].repeat(16, 1)
+
+
+def told_by_fit(net, x, y, **options):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        history = net.fit(x, y, epochs=3, verbose=0, **options)
+    return history.history["loss"], [str(w.message) for w in told]
+
+
+@pytest.mark.parametrize("callbacks", [None, [], [keras.callbacks.TerminateOnNaN()]])
+def test_a_loss_that_is_finite_in_float32_alone_is_said_in_the_first_epoch(callbacks):
+    """Both losses are named, with the callback that mends the run and the line by hand."""
+    _, told = told_by_fit(*overflowing(), callbacks=callbacks)
+    said = [message for message in told if "in half precision and" in message]
+    assert len(said) == 1
+    assert "Audit(mend=True)" in said[0]
+    assert "layer.call = gainstage.keep_float32()(layer.call)" in said[0]
+
+
+def test_what_that_warning_says_to_write_helps():
+    """With either line the loss is finite, and nothing is said of it."""
+    net, x, y = overflowing()
+    losses, told = told_by_fit(net, x, y, callbacks=[ours.Audit(mend=True)])
+    assert np.isfinite(losses).all()
+    assert not any("in half precision and" in message for message in told)
+    net, x, y = overflowing()
+    for layer in net.layers:
+        layer.call = gs.keep_float32()(layer.call)
+    losses, told = told_by_fit(net, x, y)
+    assert np.isfinite(losses).all()
+    assert told == []
+
+
+def test_a_loss_that_is_finite_nowhere_is_no_fault_of_half_precision():
+    """A NaN in the data, and a healthy fit, are not accused."""
+    net, x, y = overflowing()
+    _, told = told_by_fit(net, x * np.nan, y)
+    assert not any("in half precision and" in message for message in told)
+    _, told = told_by_fit(net, X, y / 1e5)
+    assert not any("in half precision and" in message for message in told)

@@ -134,7 +134,7 @@ def test_a_fault_is_found_with_its_tensor(fun, params, batch, name):
     found = gs.audit(gs.autocast(fun), params, *batch, scale=2.0**15)
     assert not found.ok
     assert found.worst[0].startswith(name)
-    for advice in ("gs.xray(", "gs.keep_float32()", "gs.precision.tune("):
+    for advice in ("gs.xray(", "gs.keep_float32()", "gs.mend("):
         assert advice in str(found)
     assert ("jax.custom_vjp" in str(found)) == (fun is sign_loss)
 
@@ -350,17 +350,26 @@ def test_one_loss_is_compiled_once():
 
 
 def test_a_healthy_run_is_silent():
-    """Two hundred steps, audited each twenty, warn of nothing and count eleven audits."""
+    """Two hundred steps, audited each twenty and three times before that, warn of nothing."""
     step = gs.train_step(gs.autocast(loss_fn), audit_every=20)
     _, told = trained(step, state_of(), 201, X, Y)
     assert told == []
     found = step.audits
-    assert found.count == 11
+    assert found.count == 11 + 3
     assert abs(found.bias) < 0.01
     assert 0 <= found.spread < 0.01
     assert int(found.last.step) == 200
     assert step.audit is not None
     assert int(step.audit.step) == 200
+
+
+def test_audits_come_early_and_then_more_rarely():
+    """They are after 0, 1, 3, 10 and 30 steps, and then each that many."""
+    step, state, found = gs.train_step(gs.autocast(loss_fn), audit_every=40), state_of(), []
+    for number in range(125):
+        state, _ = step(state, X, Y)
+        found += [] if step.audit is None else [number]
+    assert found == [0, 1, 3, 10, 30, 40, 80, 120]
 
 
 def test_bias_and_spread_are_those_of_the_differences():
@@ -370,9 +379,9 @@ def test_bias_and_spread_are_those_of_the_differences():
     for _ in range(9):
         state, _ = step(state, X, Y)
         found += [] if step.audit is None else [step.audit.loss_difference]
-    assert len(found) == 5
+    assert len(found) == 6
     known = step.audits
-    assert known.count == 5
+    assert known.count == 6
     np.testing.assert_allclose(
         (known.bias, known.spread), (np.mean(found), np.std(found)), rtol=1e-6
     )
@@ -454,7 +463,7 @@ def test_the_line_of_the_user_is_named():
             state, _ = step(state, X, Y)
     assert int(state.step) == 6
     trained(step, state, 9, X, Y)
-    assert step.audits.count == 3  # the first, and two that confirm it
+    assert step.audits.count == 5  # of steps 0, 1, 3 and 10, and one that confirms the first
 
 
 @pytest.mark.parametrize("bounds", [(0.01, 0.3, 0.5), (0.01, 0.1, 0.5)], ids=["wide", "usual"])
@@ -465,8 +474,8 @@ def test_one_batch_that_is_off_by_chance_is_not_told(bounds):
     for number in range(20):
         state, told = trained(step, state, 1, X, Y, number in (4, 12))
         assert told == []
-    # Those of steps 0, 4, 8, 12 and 16, and of the steps after the two.
-    assert step.audits.count == 7
+    # Those of steps 0, 1, 3, 4, 8, 12 and 16, and of the steps after the two.
+    assert step.audits.count == 9
 
 
 def test_a_clear_fault_needs_one_audit():
@@ -618,7 +627,7 @@ def test_an_overflow_is_no_fault_and_audited_again_soon():
     assert not first.ok
     _, told = trained(step, state, 80, X, Y)
     assert told == []
-    assert step.audits.count == 1
+    assert step.audits.count == 2
 
 
 def test_a_loss_that_overflows_is_a_fault():
@@ -649,7 +658,7 @@ def test_on_a_mesh_it_is_the_audit_of_one_device(kind):
         _, told = trained(step, state_of(), 5, *batch)
         found = gs.audit(gs.autocast(lambda p, x, y: loss_fn(p, x, y)), state_of(), *batch)
     assert told == []
-    assert step.audits.count == 3
+    assert step.audits.count == 4
     assert step.audit.numbers.sharding.is_fully_replicated
     assert alone.ok
     assert 0 < found.gradient_error < 0.002
@@ -779,7 +788,7 @@ def test_a_float32_side_that_does_not_fit_takes_a_part_of_the_batch(rows):
     step = gs.train_step(scarce(rows), audit_every=2)
     _, told = trained(step, state_of(), 5, X, Y)
     assert told == []
-    assert step.audits.count == 3
+    assert step.audits.count == 4
     wanted = gs.audit(gs.autocast(loss_fn), state_of(), X[:rows], Y[:rows])
     found = gs.audit(scarce(rows), state_of(), X, Y)
     np.testing.assert_allclose(found.float32_loss, wanted.float32_loss, rtol=1e-5)

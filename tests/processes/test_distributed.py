@@ -81,7 +81,7 @@ def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     checkpoints = folder / "checkpoints"
     job = {"steps": 20, "poisoned": [3, 12], "checkpoints": str(checkpoints)}
-    results = Run(folder, retried=4, recorded=str(folder), **job).results()
+    results = Run(folder, retried=4, mended=4, recorded=str(folder), **job).results()
     return results, checkpoints, job
 
 
@@ -105,6 +105,17 @@ def test_processes_retry_together(uninterrupted):
     alone, after = worker.retried(worker.mesh_of((8, 1)), 4)
     assert after == [[2.0**14, 2.0**14, True]] * 3
     np.testing.assert_allclose(np.array(first)[:, :3], np.array(alone)[:, :3], rtol=1e-3)
+
+
+def test_processes_are_mended_alike(uninterrupted):
+    """Two processes take the same lines back into float32 as one with all devices does."""
+    (rows, losses, told), other = (result["mended"] for result in uninterrupted[0])
+    assert [rows, losses] == other[:2]
+    assert len(told) == 1
+    assert [text for *_, text in rows] == ['h = (x + 2048.0) @ params["first"]']
+    alone, expected, _ = worker.mended(worker.mesh_of((8, 1)), 4)
+    assert [tuple(row) for row in rows] == alone
+    np.testing.assert_allclose(losses, expected, rtol=1e-3)
 
 
 def test_two_processes_write_one_record_and_one_step_file(uninterrupted):

@@ -72,11 +72,13 @@ class DeadRunWatch:
         if spoiled is not None:
             self._spoiled.append((spoiled, beside))
 
-    def look(self, scale: Callable[[], Any]) -> None:
+    def look(self, scale: Callable[[], Any], mend: Callable[[], bool] = lambda: False) -> None:
         """Looks at the steps that it has seen, if it is time.
 
         Args:
             scale: a function that returns the current loss scale.
+            mend: what is done for a run whose steps are skipped, before a warning: it returns
+                whether it helps.
         """
         if self._count % EVERY:
             return
@@ -95,10 +97,13 @@ class DeadRunWatch:
             if np.asarray(applied):
                 break
             skipped += bool(np.asarray(wanted))
-        if skipped >= DEAD:
+        is_low = self._lowest and steps and np.asarray(steps[-1][3]) <= self._lowest
+        if (skipped >= DEAD or is_low) and mend():
+            self._steps.clear()
+        elif skipped >= DEAD:
             self._warned = True
             warn(_message(skipped, steps[-1][1], as_power(float(np.asarray(scale())))))
-        elif self._lowest and steps and np.asarray(steps[-1][3]) <= self._lowest:
+        elif is_low:
             lowest, self._lowest = as_power(self._lowest), 0.0
             warn(_LOW.format(lowest=lowest, power=lowest.replace("2^", "2.0**")))
 

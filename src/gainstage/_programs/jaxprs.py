@@ -236,14 +236,22 @@ def changeable(eqn: JaxprEqn) -> list[tuple[AnyJaxpr, int | None]]:
     return [] if program is None else [(program, None)]
 
 
-def operations(program: AnyJaxpr, path: Path = ()) -> Iterator[tuple[Path, JaxprEqn]]:
+def operations(program: AnyJaxpr) -> Iterator[tuple[Path, JaxprEqn]]:
     """The paths and equations of a program, without those that contain a changeable program."""
+    return ((path, eqns[-1]) for path, eqns in operations_within(program))
+
+
+def operations_within(
+    program: AnyJaxpr, path: Path = (), around: tuple[JaxprEqn, ...] = ()
+) -> Iterator[tuple[Path, tuple[JaxprEqn, ...]]]:
+    """As `operations`, each equation with those around it, the outermost first."""
     for n, eqn in _indexed(open_jaxpr(program)):
-        parts = changeable(eqn)
+        parts, eqns = changeable(eqn), (*around, eqn)
         for part, number in parts:
-            yield from operations(part, (*path, n) if number is None else (*path, n, number))
+            own = (*path, n) if number is None else (*path, n, number)
+            yield from operations_within(part, own, eqns)
         if not parts:
-            yield (*path, n), eqn
+            yield (*path, n), eqns
 
 
 def backwards(program: AnyJaxpr) -> Iterator[tuple[int, JaxprEqn]]:

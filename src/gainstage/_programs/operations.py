@@ -16,11 +16,9 @@ class Trait(enum.Flag):
     POWER = enum.auto()  # raises to a power, which overflows soon
     MOVES = enum.auto()  # moves numbers, or chooses one of them
     VIEW = enum.auto()  # the operand in another shape, or dtype
-    WHOLE = enum.auto()  # makes whole numbers
     CHOICE = enum.auto()  # chooses, and so is not linear
     INDEX = enum.auto()  # takes rows: those of a parameter count as data
     SUM = enum.auto()  # grows with the batch, as does its error
-    PERIODIC = enum.auto()  # needs an exact angle
     FIRST = enum.auto()  # a first operand near whose pole rounding changes the kind of result
     SECOND = enum.auto()  # the same of a second operand
     ALGEBRA = enum.auto()  # of a library of linear algebra, which has none in half precision
@@ -68,12 +66,11 @@ OPERATIONS: tuple[tuple[str, Trait, Does | None], ...] = (
     ("gather dynamic_slice", _T.MOVES | _T.INDEX, _D.KEEP),
     ("take", _T.INDEX, _D.KEEP),
     ("reduce_max reduce_min reduce_window_max reduce_window_min", _T.MOVES | _T.CHOICE, _D.KEEP),
-    ("round floor ceil", _T.MOVES | _T.CHOICE | _T.WHOLE, _D.KEEP),
+    ("round floor ceil", _T.MOVES | _T.CHOICE, _D.KEEP),
     ("reduce_sum cumsum reduce_window_sum", _T.SUM, _D.KEEP),
     ("cumlogsumexp", _T.SUM, None),
     ("scatter-add scatter_add", _T.SUM, _D.SUM),
     ("reduce_prod cumprod", _T.SUM | _T.FIRST, None),
-    ("sin cos tan", _T.PERIODIC, None),
     ("sqrt rsqrt cbrt", _T.FIRST, _D.POWER),
     ("log log1p acos asin acosh atanh erf_inv lgamma digamma", _T.FIRST, None),
     ("div", _T.SECOND, _D.DIVIDE),
@@ -112,4 +109,3 @@ PRODUCTS = names_with(_T.PRODUCT)
 MOVES = names_with(_T.MOVES)
 VIEWS = names_with(_T.VIEW)
 CHOICES = names_with(_T.CHOICE)
-WHOLES = names_with(_T.WHOLE)

@@ -14,7 +14,7 @@ from jax import lax
 from gainstage._base._jax import JaxprEqn, Literal, Tracer, Var
 from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import is_float32
-from gainstage._programs.operations import CHOICES, MOVES, PRODUCTS, VIEWS, WHOLES
+from gainstage._programs.operations import CHOICES, MOVES, PRODUCTS, VIEWS
 
 Producers = Mapping[Var, JaxprEqn]  # the operation that has made each value
 FEW = 4  # terms of a sum of products, which cost little in float32
@@ -22,8 +22,6 @@ CHEAP = 2**20  # multiplications in a product that takes no time, however exact 
 # Matrix units work on tiles of 16 x 8 x 16 numbers (an H100) or 8 x 8 x 4 (a T4).
 NARROW = 8  # a side of a product up to which a tile is not filled
 FEW_TILES = 32  # two sides up to which a product is a few tiles, and takes no time in any precision
-AMPLIFIES = 32.0  # the factor from which a difference is one of near numbers
-STEP = 1 / 33  # the factor up to which what is added to another value is a small step
 MOST_SUMS = 64  # within a sum, that are looked into
 SMALL_CONSTANT = 2**16  # elements of a constant that is computed to look at it
 
@@ -173,27 +171,6 @@ def exact_params(eqn: JaxprEqn) -> dict[str, Any] | None:
 def _is_default(precision: object) -> bool:
     each = precision if isinstance(precision, tuple) else (precision,)
     return all(one in (None, lax.Precision.DEFAULT) for one in each)
-
-
-def is_tiny(eqn: JaxprEqn) -> bool:
-    """Whether a product is that of a column and a row of a few numbers, as in a filter."""
-    return terms_of(eqn) == 1 and jaxprs.array(eqn.outvars[0]).size <= FEW**2
-
-
-def is_rounding(eqn: JaxprEqn) -> bool:
-    """Whether an operation makes whole numbers of others."""
-    is_cast = eqn.primitive.name == "convert_element_type" and is_float32(eqn.invars[0])
-    is_whole = np.issubdtype(jaxprs.array(eqn.outvars[0]).dtype, np.integer) if is_cast else False
-    return is_whole or eqn.primitive.name in WHOLES
-
-
-def has_a_step(value: Var | Literal, producers: Producers) -> bool:
-    """Whether a value is a sum with a small step, such as `eye + 0.01 * w`."""
-    eqn = maker(value, producers)
-    if eqn is None or eqn.primitive.name not in ("add", "sub"):
-        return False
-    steps = (maker(v, producers) for v in eqn.invars)
-    return any(step is not None and 0 < number_of(step) <= STEP for step in steps)
 
 
 def addends_of(eqn: JaxprEqn, producers: Producers) -> list[Addend]:

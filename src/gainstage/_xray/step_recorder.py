@@ -19,7 +19,7 @@ from gainstage._base.signals import deferred_signals
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage._variables.types import PyTree
 from gainstage._xray import step_file
-from gainstage.transforms.audit import AuditResult
+from gainstage.training.audit import AuditResult
 
 # Settings of JAX that change what a loss computes; names that a later JAX lacks are ignored.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion",

@@ -21,9 +21,9 @@ from sklearn import datasets
 
 from gainstage.precision.autocast import autocast
 from gainstage.rules import DynamicLossScale, FixedLossScale
+from gainstage.training.train_step import train_step
 from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.train_state import TrainState
-from gainstage.transforms.train_step import train_step
 
 MODES = FLOAT32, BFLOAT16, UNSCALED, SCALED = "float32", "bfloat16", "float16", "float16, scaled"
 PERIOD = 8  # good steps after which the scale is doubled: few, to show it

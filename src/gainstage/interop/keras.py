@@ -12,7 +12,7 @@ from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_loss_scale import LossScaleOptimizer
 from gainstage.interop.keras_measured import advise, tune
-from gainstage.precision.autocast import Precision, plan_or_dtype
+from gainstage.precision.autocast import Precision, plan_for
 from gainstage.rules.loss_scale import Rule
 
 __all__ = [
@@ -78,7 +78,7 @@ def compile(
     Source: `keras.Model.compile`.
     """
     check_model(model)
-    plan = None if dtype is None else plan_or_dtype(dtype)
+    plan = None if dtype is None else plan_for(dtype)
     if hasattr(optimizer, "init") or type(optimizer).__module__.startswith("gainstage.optimizers"):
         raise TypeError(
             f"Expected an optimizer of Keras, or its name, for optimizer; got {brief(optimizer)}. "

@@ -5,6 +5,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ from gainstage._programs.true_cotangents import called_at
 from gainstage._variables.types import PyTree
 from gainstage.interop.keras_attention import use_fused_attention
 from gainstage.interop.keras_backend import PACKAGE, keras
+from gainstage.interop.keras_first_epoch import FirstEpoch
 from gainstage.interop.keras_loss_scale import LossScaleOptimizer
-from gainstage.precision.autocast import Precision, plan_or_dtype
+from gainstage.precision.autocast import Precision, plan_for
 from gainstage.precision.autocast import autocast as autocast_function
 from gainstage.precision.plan import Plan
 
@@ -62,7 +64,7 @@ def autocast(model: Any, dtype: Precision = "float16") -> Any:
         LossScaleOptimizer float32
     """
     check_model(model)
-    plan = plan_or_dtype(dtype)
+    plan = plan_for(dtype)
     autocast_function(model.stateless_call, plan)  # refuses a function that has a plan
     refuse_mixed(model)
     use_fused_attention()
@@ -75,7 +77,7 @@ def check_model(model: object) -> None:
         raise TypeError(f"Expected a Keras model; got {model!r}.")
 
 
-def under(plan: str | Plan | None, model: Any) -> Any:
+def under(plan: Plan | None, model: Any) -> Any:
     """The same model, which computes by a plan, or as its layers say, and keeps all of its state in
     a skipped step."""
     plain = plain_class(model)
@@ -104,7 +106,7 @@ class Autocast:
     """A base of models under `autocast`, which stands before the model's own class."""
 
     _plain: type[Any]  # the model's own class
-    _plan: str | Plan | None  # None: as the policies of its layers say
+    _plan: Plan | None  # None: as the policies of its layers say
 
     def stateless_call(
         self,
@@ -116,7 +118,11 @@ class Autocast:
     ) -> Any:
         """Calls the model without side effects, in half precision."""
         weights = list(trainable_variables), list(non_trainable_variables)
-        is_eval = kwargs.get("training") is False and isinstance(self._plan, Plan)
+        is_eval = (
+            kwargs.get("training") is False
+            and self._plan is not None
+            and bool(self._plan.operations)
+        )
         if is_eval or self._plan is None:
             plain: Any = super()
             others = {**kwargs, "return_losses": return_losses}
@@ -147,6 +153,30 @@ class Autocast:
         own.compile(*args, **kwargs)
         if kwargs.get("auto_scale_loss", True):
             self._scale_losses()
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains the model as its own class does, and says at the end of the first epoch if its
+        loss is finite in float32 alone."""
+        own: Any = super()
+        given = inspect.signature(own.fit).bind(*args, **kwargs).arguments
+        callbacks = given.get("callbacks") or []
+        known = callbacks.callbacks if hasattr(callbacks, "callbacks") else callbacks
+        known = list(known) if isinstance(known, list | tuple) else [known]
+        own_step = self._plain.train_step, self._plain.compute_loss_and_updates
+        is_plain = own_step == (keras.Model.train_step, keras.Model.compute_loss_and_updates)
+        if is_plain and not any(getattr(each, "audits_fit", False) for each in known):
+            watch = FirstEpoch(self._loss_in_float32)
+            if hasattr(callbacks, "callbacks"):
+                callbacks.append(watch)
+            else:
+                given["callbacks"] = [*known, watch]
+        return own.fit(**given)
+
+    def _loss_in_float32(self, *values: PyTree) -> Any:
+        """The loss of a step of `fit`, without a scale: of values of the model, and a batch."""
+        model: Any = self
+        with seen_as(model, Unscaled):
+            return model.compute_loss_and_updates(*values, training=True)[0]
 
     def compute_loss_and_updates(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the scaled loss of a step of `fit`, and what it changes. Backward passes that a
@@ -196,7 +226,8 @@ class Autocast:
             model = keras.saving.serialize_keras_object(self)
         model.pop("compile_config", None)  # stands beside it
         plan = self._plan
-        return {"model": model, "plan": plan.to_json() if isinstance(plan, Plan) else plan}
+        short = plan.dtype if plan is not None and not plan.operations else None
+        return {"model": model, "plan": short if plan is None or short else plan.to_json()}
 
     @classmethod
     def from_config(
@@ -212,12 +243,21 @@ class Autocast:
         return self._plain._unpickle_model, super().__reduce__()[1]
 
 
-def needs_scale(plan: str | Plan | None, model: Any) -> bool:
+class Unscaled:
+    """A base of models whose loss nothing multiplies."""
+
+    @property
+    def optimizer(self) -> None:
+        """None, so that nothing multiplies the loss."""
+        return
+
+
+def needs_scale(plan: Plan | None, model: Any) -> bool:
     """Whether the gradients of a model in this precision need loss scaling: not in bfloat16."""
     if plan is None:
         names = {layer.dtype_policy.name for layer in model._flatten_layers()}
         return not names.isdisjoint(("float16", "mixed_float16"))
-    return (plan.dtype if isinstance(plan, Plan) else plan) != "bfloat16"
+    return plan.dtype != "bfloat16"
 
 
 def kept_if_skipped(

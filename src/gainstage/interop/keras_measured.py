@@ -3,8 +3,10 @@
 # Keras is not typed.
 # pyright: reportCallIssue=false
 
+import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,14 +16,13 @@ import numpy as np
 from gainstage._base import checks
 from gainstage._variables.types import PyTree
 from gainstage.interop.keras_attention import use_fused_attention
-from gainstage.interop.keras_autocast import plain_class, refuse_mixed, seen_as
+from gainstage.interop.keras_autocast import Autocast, Unscaled, plain_class, refuse_mixed, seen_as
 from gainstage.interop.keras_backend import keras
-from gainstage.precision.advice import Advice, measured_advice
-from gainstage.precision.autocast import keep_float32
+from gainstage.precision.advice import Advice, dtype_as_code, measured_advice
+from gainstage.precision.autocast import keep_float32, plan_for
 from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE
-from gainstage.precision.plan import Plan, operations_of
-from gainstage.precision.tuning import tune as tune_function
-from gainstage.transforms.retrace import CAST_TO
+from gainstage.precision.plan import FLOAT8, Plan
+from gainstage.precision.tuning import measured_plan
 
 TAKEN = 4  # batches of a dataset
 
@@ -72,9 +73,22 @@ def advise(
     use_fused_attention()
     refuse_own_step(model, "gainstage.advise")
     calls = [(others, metrics, *as_arrays(batch)) for batch in first(batches)]
+    loss_fn, plain = _training_loss(model), plain_class(model)
+
+    def cast(dtype: str) -> Callable[..., Any]:
+        plan = plan_for(dtype)
+
+        @functools.wraps(loss_fn)
+        def half(*args: Any) -> Any:
+            with _cast(model, plan, plain):
+                return loss_fn(*args)
+
+        vars(half)["plan"] = plan
+        return half
+
     with seen_as(model, _MeasuredModel):
         return measured_advice(
-            _training_loss(model), weights, calls, card=card, progress=progress, code=_code
+            loss_fn, weights, calls, card=card, progress=progress, code=_code, cast=cast
         )
 
 
@@ -109,34 +123,40 @@ def tune(
     Examples:
         >>> import keras, numpy as np
         >>> from gainstage.interop.keras import autocast, tune
-        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(16)])
         >>> model.compile("sgd", "mse")
-        >>> xs = np.random.default_rng(0).normal(size=(2, 8, 2))
-        >>> plan = tune(model, [(x, np.ones((8, 1))) for x in xs])
+        >>> xs = np.random.default_rng(0).normal(size=(2, 32, 16))
+        >>> plan = tune(model, [(x, np.ones((32, 16))) for x in xs])
         >>> print([operation.name for operation in plan.operations])
         ['dot_general', 'add']
         >>> model = autocast(model, plan)
     """
     weights, others, metrics = _model_values(model)
     use_fused_attention()
-    training = {"training": True} if model._call_has_training_arg else {}
     calls = [(others, metrics, *as_arrays(batch)) for batch in first(batches)]
-
-    def forward(weights: PyTree, others: PyTree, x: PyTree) -> PyTree:
-        return model.stateless_call(weights, others, x, return_losses=True, **training)
-
-    with seen_as(model, _MeasuredModel):
-        measured = tune_function(
-            _training_loss(model), weights, calls,
+    loss_fn, plan = _training_loss(model), plan_for("float16" if dtype == FLOAT8 else dtype)
+    with _cast(model, plan, plain_class(model)):
+        return measured_plan(
+            loss_fn, loss_fn, weights, calls,
             dtype=dtype, max_noise=max_noise, max_bias=max_bias,
             max_error=max_error, card=card, progress=progress,
         )  # fmt: skip
-        with CAST_TO(measured.dtype):  # as autocast traces it
-            program = jax.make_jaxpr(forward)(weights, others, calls[0][2])
-    own = measured.operations[: len(operations_of(program))]
-    plan = Plan(measured.dtype, own, measured.predicted, measured.measured, measured.shapes)
-    plan.check(program)
-    return plan
+
+
+@contextlib.contextmanager
+def _cast(model: Any, plan: Plan, plain: type) -> Iterator[None]:
+    """A model of a plain class computes by a plan inside, with a loss in float32 that nothing
+    multiplies."""
+    known = type(model)
+    half = vars(model).pop("_half", None)
+    own = {"_plain": plain, "_plan": plan}
+    model.__class__ = type(plain.__name__, (_MeasuredModel, Autocast, plain), own)
+    try:
+        yield
+    finally:
+        model.__class__ = known
+        vars(model).pop("_half", None)
+        vars(model).update({"_half": half} if half is not None else {})
 
 
 def refuse_own_step(model: Any, other: str) -> None:
@@ -184,14 +204,9 @@ def _training_loss(model: Any) -> Callable[..., jax.Array]:
     return loss_fn
 
 
-class _MeasuredModel:
+class _MeasuredModel(Unscaled):
     """A base of models whose `stateless_call` is measured: no loss is scaled, and what comes after
     the call stays in float32."""
-
-    @property
-    def optimizer(self) -> None:
-        """None, so that nothing multiplies the loss."""
-        return
 
     def stateless_compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         own: Any = super()
@@ -209,7 +224,7 @@ def _code(dtype: str, is_scaled: bool) -> tuple[str, ...]:
     alone = ", auto_scale_loss=False" if dtype == "float16" and not is_scaled else ""
     return (
         f"from gainstage.interop.keras import {names}",
-        f'model = autocast(model, "{dtype}")',
+        f"model = autocast(model, {dtype_as_code(dtype)})",
         f"model.compile({optimizer}, ...{alone})",
     )
 

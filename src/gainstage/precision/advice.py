@@ -1,5 +1,6 @@
 """What each precision costs on a model and batches of one's own, before training."""
 
+import functools
 import math
 import time
 import warnings
@@ -13,10 +14,10 @@ from gainstage._base.arrays import partition
 from gainstage._base.progress_bar import counted
 from gainstage._programs.in_dtype import is_half
 from gainstage._variables.types import PyTree, Using
-from gainstage.precision.autocast import autocast
+from gainstage.precision.autocast import autocast, under_plan
 from gainstage.precision.cards import CARDS, H100, Card, known_card
 from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE, Price, Reference, percent
-from gainstage.precision.plan import FLOAT8
+from gainstage.precision.plan import DTYPES, FLOAT8, Plan
 from gainstage.precision.program_costs import Product, kept, products_of
 from gainstage.precision.samples import (
     EXPONENTS,
@@ -27,6 +28,7 @@ from gainstage.precision.samples import (
     largest_exponent,
     samples_of,
 )
+from gainstage.precision.tuning import mended_plan
 
 __all__ = ["Advice", "Cost", "advise"]
 
@@ -41,7 +43,8 @@ ALIKE = 1.02  # times on paper whose ratio is below this are the same
 class Cost(NamedTuple):
     """What one precision costs training: a row of an `Advice`."""
 
-    # "float32", "float32, highest", "bfloat16", "float16, unscaled", "float16" or "float8"
+    # "float32", "float32, highest", "bfloat16", "float16, unscaled", "float16", "float8", or one of
+    # these with ", mended", by the plan of the advice
     name: str
     price: Price
     exponent: int | None  # that of the largest loss scale that was finite; None without a scale
@@ -60,17 +63,25 @@ class Cost(NamedTuple):
         return self.name.partition(",")[0]
 
 
+PLAN = "advice.plan"
 Code = Callable[[str, bool], tuple[str, ...]]  # `(dtype, is scaled) -> lines to write`
 
 
+MENDED = ", mended"  # after the name of a precision, with the plan of the advice
+NEARLY = 1.0  # noise and bias up to which a precision may be mended
 EXACT_LINE = 'jax.config.update("jax_default_matmul_precision", "highest")'
 
 
 def code_of_loop(dtype: str, is_scaled: bool) -> tuple[str, ...]:
     """The two lines to write for a precision, in a loop of `gainstage.train_step`."""
     rule = "" if is_scaled else ", rule=gs.FixedLossScale(1.0)"
-    loss = "loss_fn" if dtype == "float32" else f'gs.autocast(loss_fn, "{dtype}")'
+    loss = "loss_fn" if dtype == "float32" else f"gs.autocast(loss_fn, {dtype_as_code(dtype)})"
     return f"state = gs.TrainState.create(params, tx{rule})", f"step = gs.train_step({loss})"
+
+
+def dtype_as_code(dtype: str) -> str:
+    """What to write for a precision: its name, or the plan of an advice."""
+    return PLAN if dtype == PLAN else f'"{dtype}"'
 
 
 class ScalingNeed(NamedTuple):
@@ -88,6 +99,9 @@ class Advice:
         costs: a tuple of `Cost`, from float32 to float8. Float8 is missing if no product is in it.
         recommended: the `Cost` of the precision to use.
         reason: why, in a sentence.
+        plan: where a faster precision is nearly good enough, the lines that float32 takes back so
+            that it is, a `precision.Plan`; else None. It has a row of its own, such as "float16,
+            mended".
         scaling: whether float16 needs loss scaling, in a sentence.
         needs_scaling_from: how many times larger a batch float16 needs loss scaling for, 1 for this
             one; None if not even `2**12` times, or if no scale helps.
@@ -118,7 +132,9 @@ class Advice:
         batches: int,
         is_clear: bool,
         cards: Mapping[str, Sequence[Cost]] = MappingProxyType({}),
+        plan: Plan | None = None,
     ):
+        self.plan: Plan | None = plan
         self.cards: dict[str, tuple[Cost, ...]] = {n: tuple(each) for n, each in cards.items()}
         self.costs: tuple[Cost, ...] = tuple(costs)
         self.needs_scaling_from: int | None = need.times
@@ -153,8 +169,7 @@ class Advice:
 
     def _of_cards(self) -> list[tuple[str, ...]]:
         """The rows of the times on all cards, the first one with the names of the columns."""
-        names = [name for name in NAMES if name != "float16, unscaled"]
-        names = [name for name in names if any(cost.name == name for cost in self.costs)]
+        names = [cost.name for cost in self.costs if cost.name != "float16, unscaled"]
         rows = [("card", *names, "use")]
         for card in sorted(self.cards, key=lambda name: name != self.card):
             times = {cost.name: _time(cost) for cost in self.cards[card]}
@@ -194,6 +209,12 @@ class Advice:
             self.scaling,
         ]
         best = self.recommended
+        if self.plan is not None:
+            notes.append(
+                f"{self.plan.dtype.capitalize()} is nearly good enough. With advice.plan, which "
+                f"takes {self.plan.lines_to_keep()} back into float32, {self.plan.left:.0%} of "
+                f"what is in half precision is left."
+            )
         if any("FixedLossScale" in line for line in best.code):
             notes.append(
                 f"{best.name.split(',')[0].capitalize()} needs no loss scale, so the rule is fixed "
@@ -312,13 +333,16 @@ def measured_advice(
     has_aux: bool = False,
     using: Using | None = None,
     code: Code = code_of_loop,
+    cast: Callable[[str], Callable[..., Any]] | None = None,
 ) -> Advice:
     """What `advise` returns, with lines of code for any kind of training.
 
     Args:
         fun, params, batches, card, progress, has_aux, using: as for `advise`.
         code: makes the lines.
+        cast: returns the function under autocast in a precision, by default `autocast` of it.
     """
+    cast = functools.partial(autocast, fun) if cast is None else cast
     rates = known_card(card)
     small = next((x for x in partition(params)[0] if is_half(x)), None)
     if small is not None:
@@ -336,7 +360,7 @@ def measured_advice(
     pieces = len(NAMES) * len(samples) + 1 + len(LARGER)
     with counted(pieces, "advise", shows=progress, seconds=each * pieces) as tick:
         measured = _CostMeasurement(samples, reference, rates, code, tick)
-        half = autocast(fun)
+        half = cast("float16")
         of_half = samples.compiled(half)
         is_rounded = are_products_rounded()
 
@@ -346,12 +370,12 @@ def measured_advice(
         rows = [
             measured.row("float32", fun, samples.compiled(fun) if is_rounded else unrounded, 0),
             *([measured.row(EXACT, fun, unrounded, 0)] if is_rounded else []),
-            measured.row("bfloat16", *_value_and_gradient(samples, autocast(fun, "bfloat16")), 0),
+            measured.row("bfloat16", *_value_and_gradient(samples, cast("bfloat16")), 0),
             measured.row("float16, unscaled", half, of_half, 0),
             measured.row("float16", half, of_half, None),
         ]
         need = measured.needs_scaling_from(of_half, rows[-1])
-        eight = autocast(fun, "float8")
+        eight = cast("float8")
         # It warns if no product is in float8, which the advice says.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             has_float8 = rates.float8 and measured.has_float8(eight)
@@ -359,9 +383,11 @@ def measured_advice(
             rows.append(measured.row("float8", *_value_and_gradient(samples, eight), None))
         else:
             measured.skip_row()
+        plan, more = measured.mended(cast, rows)
+        rows[-1:] = [*more, rows[-1]] if has_float8 else [rows[-1], *more]
     is_asked = card is not None or jax.default_backend() != "cpu"
     cards = {} if is_asked else measured.on_cards(rows)
-    return Advice(rows, need, rates, len(samples), reference.is_clear, cards)
+    return Advice(rows, need, rates, len(samples), reference.is_clear, cards, plan)
 
 
 def _value_and_gradient(
@@ -411,11 +437,37 @@ class _CostMeasurement:
             shares[product.dtype] = shares.get(product.dtype, 0.0) + product.operations / total
         self._products[name] = products
         memory = kept(loss, of_parameters, others)
-        code = self._code(name.partition(",")[0], scaled)
+        code = self._code(PLAN if name.endswith(MENDED) else name.partition(",")[0], scaled)
         code = (EXACT_LINE, *code) if name == EXACT else code
         seconds = self._seconds(name, self._card)
         known = (memory, shares, seconds, code, *self._reference.bias_at_most(measured))
         return Cost(name, price, exponent if scaled else None, *known)
+
+    def mended(
+        self, cast: Callable[[str], Callable[..., Any]], rows: Sequence[Cost]
+    ) -> tuple[Plan | None, list[Cost]]:
+        """The plan with which the fastest precision is within the budget, and its row; nothing
+        where one that is as fast is so already, or none is near it.
+
+        Args:
+            cast: as for `measured_advice`.
+            rows: those without a plan.
+        """
+        limit = _recommended(rows).seconds / ALIKE
+        near = [
+            row
+            for row in rows
+            if row.name in DTYPES and row.seconds < limit and row.price.fits(NEARLY, NEARLY)
+        ]
+        for row in sorted(near, key=lambda row: (row.price.noise, row.price.bias)):
+            half = cast(row.name)
+            plan = mended_plan(self._samples.of(half))
+            if plan.operations and plan.measured.fits(MAX_NOISE, MAX_BIAS):
+                exponent = None if row.exponent is not None else 0
+                fun = under_plan(half, plan)
+                run = self._samples.compiled(fun)
+                return plan, [self.row(f"{row.name}{MENDED}", fun, run, exponent)]
+        return None, []
 
     def _seconds(self, name: str, card: Card) -> float:
         """The time of all products of a precision on a card."""

@@ -1,8 +1,9 @@
 """Functions in half precision: products in float16, and what needs float32 in float32."""
 
 import contextlib
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Never, TypeAlias, overload
+from typing import Any, NamedTuple, Never, Protocol, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,10 @@ from gainstage._base._jax import JaxprEqn
 from gainstage._base.checks import brief
 from gainstage._base.warn import warn
 from gainstage._programs import jaxprs
+from gainstage._programs.code_lines import code_lines
 from gainstage._programs.in_dtype import converted, is_float32
 from gainstage._programs.jaxprs import AnyJaxpr, Path
 from gainstage._programs.operations import PRODUCTS
-from gainstage._programs.patterns import moves
 from gainstage._programs.scopes import KEEP_FLOAT32, KEEPS
 from gainstage._variables.types import P, R
 from gainstage.precision.calls import Call
@@ -24,11 +25,12 @@ from gainstage.precision.cards import ANY, H100, Card
 from gainstage.precision.float8_product import ProductSpec, multiply, to_operand
 from gainstage.precision.float8_rule import Float8Decision, Sizes, decide, sizes_of
 from gainstage.precision.needs import Need, needs_of
-from gainstage.precision.plan import DTYPES, FLOAT8, Plan
+from gainstage.precision.plan import DTYPES, FLOAT8, FLOAT32, RESULT, Plan
 from gainstage.precision.policy import (
     Width,
     default,
     half,
+    may_round,
     measured,
     multiplied,
     rounded_constant,
@@ -49,6 +51,7 @@ Precision: TypeAlias = str | Plan | DTypeLike
 
 __all__ = ["autocast", "keep_float32"]
 
+FITS = Float8Decision.FLOAT8
 # Other names of dtypes, which people know from elsewhere.
 _ALIASES = {
     "fp16": "float16", "f16": "float16", "half": "float16",
@@ -118,8 +121,8 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
             Models of Keras have `gainstage.interop.keras.autocast`.
         dtype: "float16" or "bfloat16", the dtype of products, also by short names such as "fp16",
             or as a dtype; or "float8", for linear layers that are large enough for an H100 to gain
-            by it, all else as by "float16". Also what `gainstage.precision.tune` has measured for
-            `fun`.
+            by it, all else as by "float16". Also a `Plan` for `fun`, which `gainstage.mend` or
+            `gainstage.precision.tune` has measured.
         loss_scale: the loss scale at the first try of a step, > 0 and at most `2**126`, if
             a trainer differentiates `fun`; a power of two causes no rounding. None if a scale is
             elsewhere, or none is needed. A loss that sums over the data may need one below 1.
@@ -169,14 +172,10 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
             f"Expected a function without autocast for fun, with a Plan; got {fun!r}, which "
             f"autocast returned. Pass the function that it was given: fun.__wrapped__."
         )
-    plan = plan_or_dtype(dtype)
-    if isinstance(plan, Plan):
-        casting = _Casting(DTYPES[plan.dtype], plan)
-    else:
-        card = H100 if plan == FLOAT8 else None
-        casting = _Casting(DTYPES["float16" if plan == FLOAT8 else plan], card=card)
+    plan = plan_for(dtype)
+    casting = Casting(plan, H100 if plan.dtype == FLOAT8 else None)
     cast: Any = replayed(fun, casting.begin, half=casting.dtype.name)
-    cast.autocast_plan = plan
+    cast.plan = plan
     return cast if loss_scale is None else self_scaled(cast, loss_scale)
 
 
@@ -184,11 +183,11 @@ class AutocastDecorator:
     """The decorator that `autocast` returns without a function."""
 
     def __init__(self, dtype: Any, loss_scale: float | None):
-        self._dtype, self._loss_scale = plan_or_dtype(dtype), loss_scale
+        self._plan, self._loss_scale = plan_for(dtype), loss_scale
 
     def __call__(self, fun: Callable[P, R]) -> Callable[P, R]:
         """Returns `autocast(fun, dtype, loss_scale=loss_scale)`."""
-        return autocast(fun, self._dtype, loss_scale=self._loss_scale)
+        return autocast(fun, self._plan, loss_scale=self._loss_scale)
 
     def __enter__(self) -> Never:
         raise TypeError(
@@ -204,8 +203,9 @@ def _is_scalar_type(x: object) -> bool:
     return isinstance(x, type) and (issubclass(x, np.generic) or hasattr(x, "dtype"))
 
 
-def plan_or_dtype(dtype: Any) -> str | Plan:
-    """A plan, or the name of a dtype: "float16", "bfloat16" or "float8"."""
+def plan_for(dtype: Any) -> Plan:
+    """A plan as it is, or the one without rows for the name of a dtype: "float16", "bfloat16" or
+    "float8"."""
     if isinstance(dtype, Plan):
         return dtype
     name = dtype
@@ -216,26 +216,32 @@ def plan_or_dtype(dtype: Any) -> str | Plan:
         raise ValueError(
             f"Expected one of {sorted([*DTYPES, FLOAT8])} or a Plan for dtype; got {dtype!r}.{hint}"
         )
-    return name
+    return Plan(name)
 
 
 def with_float8(fun: Callable[P, R]) -> Callable[P, R]:
     """`autocast(fun, "float8")` for a card that always gains by it: all linear layers that are not
     too narrow for the hardware."""
-    casting = _Casting(DTYPES["float16"], card=ANY, tells=False)
+    casting = Casting(Plan(FLOAT8), card=ANY, tells=False)
     return replayed(fun, casting.begin, half="float16")
 
 
 def without(fun: Callable[P, R], *rows: str) -> Callable[P, R]:
     """`autocast(fun)` without some rows of the policy, or some needs, for a study of what each is
     for."""
-    casting = _Casting(DTYPES["float16"], without=frozenset(rows), tells=False)
+    casting = Casting(Plan("float16"), without=frozenset(rows), tells=False)
     return replayed(fun, casting.begin, half="float16")
 
 
-def plan_of(fun: Callable[..., Any]) -> str | Plan | None:
-    """The plan with which `autocast` returned this function; None if it did not."""
-    return getattr(fun, "autocast_plan", None)
+def plan_of(fun: Callable[..., Any]) -> Plan | None:
+    """The plan of a function from `autocast`, also of one that `functools.partial`, `jax.jit` or
+    `functools.wraps` has made of it; None of another."""
+    while fun is not None:
+        plan = getattr(fun, "plan", None)
+        if isinstance(plan, Plan):
+            return plan
+        fun = getattr(fun, "func", None) or getattr(fun, "__wrapped__", None)
+    return None
 
 
 class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a statement
@@ -284,46 +290,89 @@ class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a stat
         return type(self)()  # a decorated function may call itself
 
 
-class _Casting(NamedTuple):
-    """How operations are computed in half precision: by a plan, or by the lists of `policy.py`.
+class Casting(NamedTuple):
+    """How operations are computed in half precision: by a plan, and else by the lists of
+    `policy.py`.
 
     Args:
-        dtype: the half-precision dtype.
-        plan: which operations are in which dtype, None for the default.
+        plan: which operations are in which dtype, and the dtype of the default.
         card: for which products are in float8, None for none.
         without: the names of rows of the lists, and of needs, that are left out, in a study.
         tells: whether it warns if it casts nothing.
     """
 
-    dtype: np.dtype
-    plan: Plan | None = None
+    plan: Plan
     card: Card | None = None
     without: frozenset[str] = frozenset()
     tells: bool = True
 
+    @property
+    def dtype(self) -> np.dtype:
+        """The half-precision dtype."""
+        return DTYPES["float16" if self.plan.dtype == FLOAT8 else self.plan.dtype]
+
     def begin(self, program: AnyJaxpr) -> Replay:
         """How one program is computed."""
-        caster = _Caster(self, program)
-        if self.plan is not None:
-            self.plan.check(program)
-        is_told = self.tells and self.plan is None
+        more, instead = ROWS.value, INSTEAD.value
+        casting = self if more is None else self._replace(plan=self.plan.with_plan(more))
+        if instead is not None:
+            return instead.begin(casting, program)
+        caster = Caster(casting, program, self.plan)
+        is_told = self.tells and not casting.plan.operations
         return Replay(caster.compute, caster.constant, caster.tell if is_told else lambda: None)
 
 
-class _Caster:
+class Instead(Protocol):
+    """What is done in the place of casting."""
+
+    def begin(self, casting: Casting, program: AnyJaxpr) -> Replay:
+        """How one program of a function under autocast is computed."""
+        ...
+
+
+# What is done instead of casting in a call, to measure it; and a plan whose rows are added to those
+# of each function under autocast. Compiled functions are traced for each.
+INSTEAD: Any = jax.make_user_context(None)
+ROWS: Any = jax.make_user_context(None)
+
+
+def under_plan(fun: Callable[..., Any], plan: Plan) -> Any:
+    """A function in which autocast is called, with the rows of a plan in all of its programs that
+    have them."""
+
+    @functools.wraps(fun)
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        outer: Plan | None = ROWS.value
+        with ROWS(plan if outer is None else plan.with_plan(outer)):
+            return fun(*args, **kwargs)
+
+    result: Any = planned
+    result.plan = plan
+    if isinstance(getattr(fun, "__dict__", {}).get("plan"), Plan):  # what `autocast` returned
+        result.__wrapped__ = getattr(fun, "__wrapped__", fun)
+    return result
+
+
+class Caster:
     """Computes the operations of one program in half precision.
 
     Args:
         casting: how.
         program: the program.
+        fits: a plan that must fit the program, None for none.
     """
 
-    def __init__(self, casting: _Casting, program: AnyJaxpr):
-        self._dtype, self._plan, self._card, self._without, _ = casting
+    def __init__(self, casting: Casting, program: AnyJaxpr, fits: Plan | None = None):
+        self._casting, self._dtype, self._card = casting, casting.dtype, casting.card
         self._program = program
-        self._needs = dict[Path, Need]()  # what must be exact, by operation
-        if self._plan is None:
-            self._needs = needs_of(program, self._dtype, self._without)
+        self._planned = dict[Path, str]()  # the dtypes by the plan
+        if casting.plan.operations:
+            lines = code_lines(program)
+            if fits is not None:
+                fits.check(lines)
+            each = ((path, casting.plan.dtype_of(line.key)) for path, line in lines.items())
+            self._planned = {path: dtype for path, dtype in each if dtype}
+        self._needs = needs_of(program, self._dtype, casting.without)  # what must be exact
         self._products = 0  # in float32 in the program
         self._float8s = 0  # products in float8
         self._too_small = list[Sizes]()  # linear layers for it
@@ -363,50 +412,70 @@ class _Caster:
 
     def compute(self, eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
         """Computes an operation, in half precision where a plan, or the policy, says so."""
+        planned = self._planned.get(path, "")
         if eqn.primitive.name == "cond":  # a kernel of `in_half`; others are rebuilt
             self._products += 1
-            is_half = self._plan is None or self._plan.dtype_of(path) in DTYPES
-            return of_kernel(eqn, values) if is_half else as_written(eqn, values)
-        if self._plan is not None and not moves(eqn):
-            return self._planned(self._plan, eqn, values, path)
-        call = self._call(eqn, values, path)
-        if call.name not in PRODUCTS:
-            return default(call, self._without)
-        self._products += bool(call.floats)
-        chosen = width(call, self._without)
-        if chosen is Width.HALF and self._is_large_enough(call):
+            return as_written(eqn, values) if planned == FLOAT32 else of_kernel(eqn, values)
+        call = self.call(eqn, values, path)
+        is_product = call.name in PRODUCTS
+        self._products += bool(call.floats) and is_product
+        if planned == FLOAT32:
+            return measured(call)
+        narrowed = self.narrowed_to(call, path)
+        if is_product and self.is_in_float8(call, path):
             return self._in_float8(call)
-        return multiplied(call, chosen)
+        if narrowed:
+            return half(call, is_planned=True)
+        if not is_product:
+            return default(call, self._casting.without)
+        return multiplied(call, self.width(call, path))
 
-    def _planned(
-        self, plan: Plan, eqn: JaxprEqn, values: list[Retraced], path: Path
-    ) -> list[Retraced]:
-        """The results of an operation that a plan decides on. One that it does not name follows its
-        operands."""
-        planned, call = plan.dtype_of(path), self._call(eqn, values, path)
-        self._products += bool(call.floats) and call.name in PRODUCTS
-        if planned == FLOAT8:
-            return self._in_float8(call)
-        return half(call, is_planned=True) if planned in DTYPES else measured(call)
+    def narrowed_to(self, call: Call, path: Path) -> str:
+        """The dtype of an operation that the plan has in half precision or float8; "" of others.
 
-    def _call(self, eqn: JaxprEqn, values: list[Retraced], path: Path) -> Call:
+        Not all operations of a line may be: `tune` has not measured those that `may_round` leaves
+        out, and a product may be too narrow for float8.
+        """
+        planned = self._planned.get(path, "")
+        if planned not in (*DTYPES, FLOAT8) or not may_round(call):
+            return ""
+        if planned == FLOAT8 and decide(call.eqn, call.values, ANY, only_linear=False) is FITS:
+            return FLOAT8
+        if self._card is not None:  # a row in half precision is what `mend` takes out of float8
+            return ""
+        return planned if planned in DTYPES else self._dtype.name
+
+    def width(self, call: Call, path: Path) -> Width:
+        """What of a product is in float32."""
+        if self.narrowed_to(call, path):
+            return Width.HALF
+        planned, own = self._planned.get(path), width(call, self._casting.without)
+        if planned == RESULT and own is Width.HALF:
+            return Width.RESULT
+        return Width.ALL if planned == FLOAT32 else own
+
+    def call(self, eqn: JaxprEqn, values: list[Retraced], path: Path) -> Call:
         """An operation with its half-precision dtype: that of the plan, or of its operands."""
         dtype = self._dtype
-        if self._plan is not None:
+        if self._planned:
             pairs = zip(values, eqn.invars, strict=True)
             found = {getattr(value.x, "dtype", None) for value, v in pairs if is_float32(v)}
             own = next((dtype for dtype in DTYPES.values() if dtype in found), dtype)
-            dtype = DTYPES.get(self._plan.dtype_of(path), own)
+            dtype = DTYPES.get(self._planned.get(path, ""), own)
         return Call(eqn, values, dtype, self._needs.get(path, Need.NOTHING))
 
-    def _is_large_enough(self, call: Call) -> bool:
-        """Whether a product in half precision is one that a card computes faster in float8."""
-        if self._card is None or not all(map(is_float32, call.eqn.invars)):
+    def is_in_float8(self, call: Call, path: Path) -> bool:
+        """Whether a product is in float8: by the plan, or as the card computes it faster."""
+        if self.narrowed_to(call, path) == FLOAT8:
+            return True
+        if self._card is None or path in self._planned or self.width(call, path) is not Width.HALF:
+            return False
+        if not all(map(is_float32, call.eqn.invars)):
             return False
         decision = decide(call.eqn, call.values, self._card)
         if decision is Float8Decision.TOO_SMALL:
             self._too_small.append(sizes_of(call.eqn, call.values))
-        return decision is Float8Decision.FLOAT8
+        return decision is FITS
 
     def _in_float8(self, call: Call) -> list[Retraced]:
         """A product in float8, whose result is in half precision."""

@@ -5,9 +5,9 @@
 # product at the start of that way has a result in float32. So does what reaches the square of a
 # difference of all pairs, as in a distance: near numbers are subtracted there.
 #
-# Half precision counts to 2048, and then by twos: what becomes a whole number, such as a coordinate
-# or a count, is exact. And after the last product there is nothing to gain: a bias that is larger
-# than a prediction would round it.
+# After the last product there is nothing to gain: a bias that is larger than a prediction would
+# round it. What these rules do not see, an audit measures, and a mending takes back: see
+# `training/mending.py`.
 
 import enum
 import functools
@@ -21,24 +21,18 @@ from gainstage._base._jax import JaxprEqn, Literal, Var
 from gainstage._programs import jaxprs, patterns
 from gainstage._programs.in_dtype import in_range, is_float32, is_floating
 from gainstage._programs.jaxprs import AnyJaxpr, Path
-from gainstage._programs.operations import PRODUCTS, TRAITS, WHOLES, Trait, names_with
-from gainstage._programs.patterns import AMPLIFIES, FEW, moves, number_of
+from gainstage._programs.operations import PRODUCTS, TRAITS, Trait, names_with
+from gainstage._programs.patterns import moves
 
 PASSES = names_with(Trait.PASSES)
-PERIODIC = names_with(Trait.PERIODIC)
 COMBINES = frozenset(("add", "sub", "mul", "div", "max", "min", "add_any"))
-LEAVES = COMBINES | {"neg", "abs", "clamp", "select_n"}  # a coordinate one
-MAY_ROUND = WHOLES | {"convert_element_type"}
+LEAVES = COMBINES | {"neg", "abs", "clamp", "select_n"}  # a logit one
 MULTIPLYING = PRODUCTS | {"mul", "div"}
 STOPS = names_with(Trait.OPAQUE) | names_with(Trait.ALGEBRA)  # which compute more than cheap ones
 
 
 class Need(enum.Flag):
-    """What must be exact for what is computed with a value, each with a case that needs it.
-
-    The second half stays until a run mends itself: each of these has one to three examples in the
-    tests, which stand beside it, and no case of the corpus needs it.
-    """
+    """What must be exact for what is computed with a value, each with a case that needs it."""
 
     NOTHING = 0
     # The value, through cheap operations. "personalized ranking" of the corpus.
@@ -54,30 +48,15 @@ class Need(enum.Flag):
     # A product of an array with itself: the result, which may be large. A distance written out.
     SQUARE = enum.auto()
 
-    # All that it is made of, of near values whose difference is amplified. "an acceleration".
-    ALL = enum.auto()
-    # A product with few terms, from which it comes. "many harmonics".
-    ANGLE = enum.auto()
-    # Both terms of a difference that a large number multiplies. "central differences of a network".
-    SMALL = enum.auto()
-    # As ANGLE: it is compared, or is WHOLE. "by a convolution".
-    COORDINATE = enum.auto()
-    # It becomes a whole number: sums and products on the way there. "a plan keeps coordinates".
-    WHOLE = enum.auto()
-
 
 # What a product needs by itself, and a difference: names for a study that leaves them out.
-FACTS = STEPS, CONSTANTS, TINY, MOMENTS = (
-    "a small step", "a wide constant", "a tiny product", "moments",
-)  # fmt: skip
+FACTS = CONSTANTS, MOMENTS = "a wide constant", "moments"
 
 
 class Fact(enum.Flag):
     """A property of a value, from what it is made of."""
 
     NOTHING = 0
-    OF_PRODUCTS = enum.auto()  # it is computed from products
-    HAS_A_STEP = enum.auto()  # it is a sum with a small step, not of products
     CONSTANT = enum.auto()  # it depends on no argument
     WIDE = enum.auto()  # half precision may not hold it, because of a constant that multiplies
 
@@ -190,26 +169,17 @@ class _Reader:
 
     def _fact_of(self, eqn: JaxprEqn, each: Sequence[Fact]) -> Fact:
         """What results are made of, from the properties of the operands."""
-        whole = functools.reduce(operator.or_, each, Fact.NOTHING)
         inside = (e for part in jaxprs.inner(eqn) for e in jaxprs.equations(part))
-        if Fact.OF_PRODUCTS in whole or any(e.primitive.name in PRODUCTS for e in (eqn, *inside)):
-            return Fact.OF_PRODUCTS
-        if all(Fact.CONSTANT in fact for fact in each):
-            return Fact.CONSTANT
-        if any(patterns.has_a_step(v, self._producers) for v in eqn.outvars):
-            return Fact.HAS_A_STEP
-        return whole & ~Fact.CONSTANT if moves(eqn) else Fact.NOTHING
+        is_product = any(e.primitive.name in PRODUCTS for e in (eqn, *inside))
+        is_constant = not is_product and all(Fact.CONSTANT in fact for fact in each)
+        return Fact.CONSTANT if is_constant else Fact.NOTHING
 
     def _by_itself(self, eqn: JaxprEqn) -> Need:
         """What a product needs, whatever is computed with it."""
         if eqn.primitive.name not in PRODUCTS:
             return Need.NOTHING
-        exact = (
-            STEPS * any(Fact.HAS_A_STEP in self._fact(v) for v in eqn.invars),
-            CONSTANTS * (Fact.WIDE in self._facts[eqn.outvars[0]]),
-            TINY * patterns.is_tiny(eqn),
-        )
-        need = Need.OPERANDS if {*exact} - {""} - self._without else Need.NOTHING
+        is_wide = Fact.WIDE in self._facts[eqn.outvars[0]] and CONSTANTS not in self._without
+        need = Need.OPERANDS if is_wide else Need.NOTHING
         need |= Need.SQUARE if patterns.is_square(eqn, self._producers) else Need.NOTHING
         return need & self._left_out
 
@@ -232,18 +202,13 @@ class _Reader:
 
     def _of_operation(self, eqn: JaxprEqn, need: Need) -> Need:
         """What of an operation must be exact."""
-        name, exact = eqn.primitive.name, need & Need.ALL
+        name, exact = eqn.primitive.name, Need.NOTHING
         if name in PRODUCTS:
             exact |= need & (Need.RESULT | Need.OPERANDS | Need.SQUARE)
-            if need & (Need.ANGLE | Need.COORDINATE) and patterns.terms_of(eqn) <= FEW:
-                exact |= Need.OPERANDS | need & Need.COORDINATE
             if Need.LAST in need and Need.GRADIENT not in need:
                 exact |= Need.RESULT
-        elif name in COMBINES:
-            if Need.EXPONENT not in need:
-                exact |= need & Need.LAST
-            if Need.WHOLE in need:
-                exact |= Need.COORDINATE
+        elif name in COMBINES and Need.EXPONENT not in need:
+            exact |= need & Need.LAST
         if name in PASSES or moves(eqn):
             exact |= need & Need.RESULT
         return exact & self._left_out
@@ -253,14 +218,6 @@ class _Reader:
         name, passed = eqn.primitive.name, need & _passes_on(eqn)
         if name == "exp" or (name.startswith("custom_") and _has(eqn, "exp")):
             passed |= Need.EXPONENT
-        if name in MAY_ROUND and patterns.is_rounding(eqn):
-            passed |= Need.COORDINATE | Need.WHOLE
-        elif not any(map(is_floating, eqn.outvars)):
-            passed |= Need.COORDINATE
-        if name in PERIODIC:
-            passed |= Need.ANGLE
-        if number_of(eqn) >= AMPLIFIES:
-            passed |= Need.SMALL
         if Need.OPERANDS in need and name in PRODUCTS:
             passed |= Need.RESULT
         yield from ((v, passed) for v in eqn.invars)
@@ -269,20 +226,10 @@ class _Reader:
         yield from ((v, Need.RESULT) for v in eqn.invars[1:2] if Trait.SECOND in singular)
         if name == "integer_pow" and eqn.params["y"] < 0:
             yield eqn.invars[0], Need.RESULT
-        if name == "sub" or Need.SMALL in need:
-            yield from self._of_addends(patterns.addends_of(eqn, self._producers), need)
-
-    def _of_addends(
-        self, addends: list[patterns.Addend], need: Need
-    ) -> Iterator[tuple[Var | Literal, Need]]:
-        """What a difference needs of its addends."""
-        if MOMENTS not in self._without:
+        if name == "sub" and MOMENTS not in self._without:
+            addends = patterns.addends_of(eqn, self._producers)
             moments = patterns.moments(addends, self._producers)
             yield from ((value, Need.OPERANDS | Need.RESULT) for value in moments)
-        if Need.SMALL in need:
-            of_products = [Fact.OF_PRODUCTS in self._fact(addend.value) for addend in addends]
-            are_near = any(addend.is_less for addend in addends) and sum(of_products) > 1
-            yield from ((addend.value, Need.ALL if are_near else Need.SMALL) for addend in addends)
 
     def _of_part(
         self,
@@ -323,17 +270,15 @@ class _Reader:
 def _passes_on(eqn: JaxprEqn) -> Need:
     """The needs of a result that are those of the operands too."""
     name, is_moved = eqn.primitive.name, moves(eqn)
-    found = Need.ALL
+    found = Need.NOTHING
     if name in PASSES or is_moved:
         found |= Need.RESULT
     if name in LEAVES or is_moved:
-        found |= Need.ANGLE | Need.COORDINATE | Need.WHOLE | Need.EXPONENT
+        found |= Need.EXPONENT
     if name != "stop_gradient":
         found |= Need.GRADIENT
     if name not in PRODUCTS | STOPS:
         found |= Need.LAST
-    elif patterns.terms_of(eqn) <= FEW:
-        found |= Need.COORDINATE | Need.WHOLE
     return found
 
 

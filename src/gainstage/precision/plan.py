@@ -1,10 +1,10 @@
-"""Which operations of a function are in half precision, as a table."""
+"""Which operations of a function are in which precision, by their lines of code, as a table."""
 
 import collections
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,134 +12,124 @@ import jax.numpy as jnp
 import numpy as np
 
 from gainstage._base import checks
-from gainstage._base._jax import JaxprEqn
-from gainstage._base.warn import warn
-from gainstage._programs import jaxprs
-from gainstage._programs.in_dtype import is_float32
-from gainstage._programs.jaxprs import AnyJaxpr
-from gainstage._programs.operations import Trait, names_with
-from gainstage._programs.patterns import moves
+from gainstage._programs.code_lines import CodeLine
+from gainstage._programs.operations import PRODUCTS
 from gainstage.precision.noise_and_bias import Price
 
 __all__ = ["Operation", "Plan"]
 
-LINEAR_ALGEBRA = names_with(Trait.ALGEBRA)
-VERSION = 2  # of the file
+VERSION = 3  # of the file
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(jnp.bfloat16)}  # of plans
-FLOAT8 = "float8"  # of products in a plan, and the default with them
+FLOAT8 = "float8"  # of a `dot_general` in a plan, and the default with them
+RESULT = "float32 result"  # of a product, with operands in half precision
+FLOAT32 = "float32"
+UNKNOWN = Price(math.nan, math.nan)
+SHOWN = 5  # lines of code that are named for keep_float32
 
 
 class Operation(NamedTuple):
-    """One operation of a function, a row of a `Plan`."""
+    """The operations of one kind on one line of code, a row of a `Plan`."""
 
-    path: tuple[int, ...]  # where it is in the program
     name: str  # JAX's name, such as `dot_general`
-    dtype: str  # of the computation: "float32", "float16", "bfloat16", or "float8" of a product
+    dtype: str  # "float32", "float16", "bfloat16"; of a product also "float8", "float32 result"
     line: str  # file and line
+    text: str  # the code that stands there
     layer: str  # from `jax.named_scope`, as in Flax Linen, Haiku and Keras
-    share: float  # the relative error of the gradient if only this line is in its dtype
-    noise: float  # what that adds to the noise of the batches; NaN if there was one batch
-    bias: float  # and to the mean gradient; of what is in float32, all three are those in half
-    largest: float  # the largest absolute number among its operands and results
+    key: str  # by which the line is found again
+    error: float = math.nan  # the relative error of the gradient if only this is in half precision
+    noise: float = math.nan  # what that adds to the noise of the batches; NaN if there was one
+    bias: float = math.nan  # and to the mean gradient
     reason: str = ""  # why it is not in a smaller dtype
+
+    @property
+    def code(self) -> str:
+        """The line with its text; without a line, the layer."""
+        return f"{self.line} (`{self.text}`)" if self.line else f"{self.layer} ({self.name})"
+
+    @property
+    def place(self) -> str:
+        """The line and the layer, as text."""
+        return f"{self.line} {self.layer}".strip()
 
 
 class Plan:
-    """Which operations of a function are in half precision, as `precision.tune` measured it.
+    """Which operations of a function are in which precision, where the default rules do not say it.
 
-    `print` it: a table with a row for each line of the model. `gainstage.autocast(fun, plan)` uses
-    it. It belongs to one function, for any batch size and any length of a sequence.
+    `print` it: a table with a row for each kind of operation on each line of code, and the lines to
+    put into `keep_float32`. `gainstage.autocast(fun, plan)` uses it. `gainstage.mend`, and a
+    `train_step` with `mend=True`, return the lines that float32 takes back; `precision.tune` one
+    for each line. A line is found again by its text and those of the calls around it, so a plan is
+    good for any batch size, any number of equal layers, and another run of the same code.
 
-    Attributes:
-        dtype: the half-precision dtype, such as "float16".
-        operations: a tuple of `Operation`, in the order of the program.
-        predicted: the `Price` that the shares predict.
-        measured: the `Price` of the function under `autocast`, on other batches than those of the
-            shares if there are four or more.
-        shapes: those of the arrays of the first argument, the parameters.
+    Args:
+        dtype: "float16", "bfloat16" or "float8", whose default rules hold for all other operations.
+        operations: the rows, `Operation`s.
+        predicted: the `Price` that the shares of the operations predict.
+        measured: the `Price` of the function under `autocast`.
+        left: the part of what the default rules have in half precision that is still there.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> from gainstage import precision
-        >>> xs = [(x,) for x in jnp.eye(3).reshape(3, 1, 3)]
-        >>> plan = precision.tune(lambda w, x: ((x @ w) ** 2).mean(), jnp.arange(3.0), xs)
+        >>> xs = [(x,) for x in jnp.eye(64).reshape(2, 32, 64)]
+        >>> plan = precision.tune(lambda w, x: ((x @ w) ** 2).mean(), jnp.ones((64, 32)), xs)
         >>> print(plan.dtype, [operation.name for operation in plan.operations][0])
         float16 dot_general
 
-    Source: `precision.tune` makes plans; `load` reads one from a file.
+    Source: `precision.tune` and `gainstage.mend` make plans; `load` reads one from a file.
     """
 
     def __init__(
         self,
         dtype: str,
-        operations: Sequence[Operation],
-        predicted: Price,
-        measured: Price,
-        shapes: Sequence[Sequence[int]] = (),
+        operations: Sequence[Operation] = (),
+        predicted: Price = UNKNOWN,
+        measured: Price = UNKNOWN,
+        left: float = math.nan,
     ):
-        self.shapes: tuple[tuple[int, ...], ...] = tuple(map(tuple, shapes))
         self.dtype: str = dtype
         self.operations: tuple[Operation, ...] = tuple(operations)
         self.predicted: Price = predicted
         self.measured: Price = measured
-        self._warned = False
-        self._dtypes = {o.path: o.dtype for o in self.operations}
+        self.left: float = left
+        self._dtypes: dict[str, str] = {o.key: o.dtype for o in self.operations}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and repr(self._facts()) == repr(other._facts())  # NaN
 
     def __hash__(self) -> int:
-        return hash((self.dtype, tuple((o.path, o.dtype) for o in self.operations)))
+        return hash((self.dtype, tuple(self._dtypes.items())))
 
     def _facts(self) -> tuple[Any, ...]:
-        return self.dtype, self.operations, self.predicted, self.measured, self.shapes
+        return self.dtype, self.operations, self.predicted, self.measured, self.left
 
-    def dtype_of(self, path: tuple[int, ...]) -> str:
-        """The dtype of the operation with this path; "" for one that the plan does not name."""
-        return self._dtypes.get(path, "")
+    def dtype_of(self, key: str) -> str:
+        """The dtype of the operations with this key; "" for those that the plan does not name."""
+        return self._dtypes.get(key, "")
 
-    def check(self, program: AnyJaxpr) -> None:
-        """Raises a ValueError if a program is not the one that was measured."""
-        operations = [(path, jaxprs.name_of(eqn)) for path, eqn in operations_of(program)]
-        planned = [(operation.path, operation.name) for operation in self.operations]
-        if operations == planned:
-            self._look_at_shapes(program)
-            return
-        both = zip(planned, operations, strict=False)
-        at = next(
-            (i for i, (a, b) in enumerate(both) if a != b), min(len(planned), len(operations))
-        )
-        names = [
-            f"{rows[at][1]} as operation {at} at {rows[at][0]}"
-            if at < len(rows)
-            else f"{len(rows)} operations"
-            for rows in (planned, operations)
-        ]
-        line = self.operations[at].line if at < len(planned) else ""
-        raise ValueError(
-            f"Expected the function that the plan was measured on, with {names[0]}"
-            f"{line and f' ({line})'}; got {names[1]}. Measure again: "
-            f"gainstage.precision.tune(fun, params, batches)."
-        )
+    def with_plan(self, other: "Plan") -> "Plan":
+        """The plan with the rows of another in the place of those of the same lines."""
+        own = {operation.key: operation for operation in (*self.operations, *other.operations)}
+        return Plan(self.dtype, list(own.values()), other.predicted, other.measured, other.left)
 
-    def _look_at_shapes(self, program: AnyJaxpr) -> None:
-        """Warns once of parameters of other shapes: their sums are of other lengths."""
-        arguments = [jaxprs.array(v).shape for v in jaxprs.open_jaxpr(program).invars]
-        other = [pair for pair in zip(self.shapes, arguments, strict=False) if pair[0] != pair[1]]
-        if other and not self._warned:
-            self._warned = True
-            warn(
-                f"This plan was measured with parameters of other shapes: {other[0][0]}, and now "
-                f"{other[0][1]}. Sums are longer or shorter, and so are their errors. Measure "
-                f"again: gainstage.precision.tune(fun, params, batches)."
+    def check(self, lines: Mapping[Any, CodeLine]) -> None:
+        """Raises a ValueError if a program has not all lines of the plan."""
+        there = {line.key for line in lines.values()}
+        missing = [operation for operation in self.operations if operation.key not in there]
+        if missing:
+            raise ValueError(
+                f"Expected the function that the plan was made for, with {missing[0].code}; got "
+                f"one that lacks {len(missing)} of its {len(self.operations)} rows. If its code "
+                f"was changed, measure again: gainstage.mend or gainstage.precision.tune."
             )
 
     def to_json(self) -> str:
         """Returns the plan as text, for `from_json`."""
         rows = [_as_json(operation) for operation in self.operations]
         prices = {name: _as_json(getattr(self, name)) for name in ("predicted", "measured")}
-        content = {"gainstage plan": VERSION, "dtype": self.dtype, **prices}
-        return json.dumps({**content, "shapes": self.shapes, "operations": rows}, indent=1)
+        left = None if math.isnan(self.left) else self.left
+        content = {"gainstage plan": VERSION, "dtype": self.dtype, **prices, "left": left}
+        return json.dumps({**content, "operations": rows}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -153,11 +143,11 @@ class Plan:
             if content["gainstage plan"] != VERSION:
                 raise ValueError(f"version {content['gainstage plan']}")
             dtype = content["dtype"]
-            if dtype not in list(DTYPES):
+            if dtype not in (*DTYPES, FLOAT8):
                 raise ValueError(f"dtype {dtype!r}")
             predicted, measured = (_price(content[name]) for name in ("predicted", "measured"))
             rows = [_operation(row) for row in content["operations"]]
-            return cls(dtype, rows, predicted, measured, content["shapes"])
+            return cls(dtype, rows, predicted, measured, **_numbers_in(content, ["left"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"Expected a plan of version {VERSION} that Plan.to_json returned; "
@@ -193,33 +183,51 @@ class Plan:
                 f"got {checks.brief(error.__cause__ or error)}."
             ) from error
 
+    def lines_to_keep(self) -> str:
+        """The lines to put into `keep_float32`, as text; "" if there are none."""
+        wide = (o for o in self.operations if o.dtype in (FLOAT32, RESULT) and o.line)
+        lines = list(dict.fromkeys(o.code for o in wide))
+        more = f" and {len(lines) - SHOWN} more" * (len(lines) > SHOWN)
+        return f"{', '.join(lines[:SHOWN])}{more}"
+
     def __str__(self) -> str:
         counts = collections.Counter(operation.dtype for operation in self.operations)
-        parts = [f"{counts[name]} in {name}" for name in (FLOAT8, *DTYPES) if counts[name]]
-        lines = [
-            f"Of {len(self.operations)} operations {' and '.join(parts) or 'none'}: "
-            f"{self.measured.told()} (predicted: {self.predicted.told()})."
+        parts = [f"{dtype} ({count})" for dtype, count in sorted(counts.items())]
+        text = f"{self.dtype} by the default rules"
+        text += f", with rows in {' and '.join(parts)}" * bool(parts)
+        if not all(map(math.isnan, (self.measured.noise, self.measured.error))):
+            text += f": {self.measured.told()}"
+        if not all(map(math.isnan, (self.predicted.noise, self.predicted.error))):
+            text += f" (predicted: {self.predicted.told()})"
+        text += "."
+        if not math.isnan(self.left):
+            text += f" {self.left:.0%} of what they have in half precision is left."
+        if not self.operations:
+            return text
+        rows: list[tuple[str, ...]] = [
+            ("operation", "dtype", "error", "noise", "bias", "line", "why")
         ]
-        each: dict[Any, list[Operation]] = {}
-        for operation in self.operations:
-            alike = operation.name, operation.dtype, operation.line, operation.layer
-            each.setdefault((*alike, bool(operation.reason)), []).append(operation)
-        head = ("operation", "count", "dtype", "error", "noise", "bias", "largest", "line", "why")
-        rows: list[tuple[str, ...]] = [head]
-        for (name, dtype, line, layer, _), some in each.items():
-            worst = max(some, key=lambda operation: operation.largest)
-            shares = [max(getattr(o, of) for o in some) for of in ("share", "noise", "bias")]
-            numbers = [f"{share:.3%}" if share == share else "" for share in shares]
-            place = f"{line} {layer}".strip()
-            rows.append(
-                (name, str(len(some)), dtype, *numbers, f"{worst.largest:.3g}", place, worst.reason)
-            )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        for o in self.operations:
+            numbers = [_percentage(x) for x in (o.error, o.noise, o.bias)]
+            rows.append((o.name, o.dtype, *numbers, o.place, o.reason))
+        shown = [column for column in zip(*rows, strict=True) if any(column[1:])]
+        widths = [max(map(len, column)) for column in shown]
+        lines = [text]
+        lines += [
+            "  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*shown, strict=True)
+        ]
+        keep = self.lines_to_keep()
+        if keep and not counts.keys() & {*DTYPES, FLOAT8}:
+            lines.append(f"As code: with gainstage.keep_float32(): around {keep}.")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"Plan({self.dtype!r}, {len(self.operations)} operations, {self.measured.told()})"
+
+
+def _percentage(x: float) -> str:
+    """A number of a row as text; "" for NaN."""
+    return f"{x:.3%}" if math.isfinite(x) else "inf" * (x == math.inf)
 
 
 def _as_json(row: NamedTuple) -> dict[str, Any]:
@@ -229,50 +237,30 @@ def _as_json(row: NamedTuple) -> dict[str, Any]:
     return {**row._asdict(), **unknown, **endless}
 
 
-def _numbers_in(
-    content: dict[str, Any], names: Sequence[str], unknown: Sequence[str]
-) -> dict[str, float]:
-    """Numbers of a file; those of `unknown` may be None, for NaN."""
-    found = {name: math.inf if content[name] == "inf" else content[name] for name in names}
-    numbers: dict[str, Any] = {
-        name: math.nan if x is None and name in unknown else x for name, x in found.items()
-    }
-    if not all(map(_is_count, numbers.values())):
+def _numbers_in(content: dict[str, Any], names: Sequence[str]) -> dict[str, float]:
+    """Numbers of a file, which may be None, for NaN."""
+    known: dict[str, Any] = {"inf": math.inf, None: math.nan}
+    found = {name: known.get(content[name], content[name]) for name in names}
+    if not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in found.values()):
         raise ValueError(f"the row {checks.brief(content)}")
-    return numbers
+    return found
 
 
 def _price(content: dict[str, Any]) -> Price:
     """A price of a file."""
-    return Price(**_numbers_in(content, Price._fields, Price._fields))
+    return Price(**_numbers_in(content, Price._fields))
 
 
 def _operation(row: dict[str, Any]) -> Operation:
     """A row of a file."""
-    numbers = _numbers_in(row, ("share", "noise", "bias", "largest"), ("noise", "bias"))
-    operation = Operation(**{**row, **numbers, "path": tuple(row["path"])})
-    texts = (operation.name, operation.line, operation.layer, operation.reason)
-    are_right = all(map(_is_count, operation.path)) and all(isinstance(x, str) for x in texts)
-    of_product = [FLOAT8] if operation.name == "dot_general" else []
-    if not are_right or operation.dtype not in ("float32", *DTYPES, *of_product):
+    operation = Operation(**{**row, **_numbers_in(row, ("error", "noise", "bias"))})
+    texts = ("name", "line", "text", "layer", "key", "reason")
+    are_texts = all(isinstance(getattr(operation, name), str) for name in texts)
+    allowed = (
+        FLOAT32, *DTYPES,
+        *(RESULT,) * (operation.name in PRODUCTS),
+        *(FLOAT8,) * (operation.name == "dot_general"),
+    )  # fmt: skip
+    if not are_texts or operation.dtype not in allowed:
         raise ValueError(f"the row {checks.brief(row)}")
     return operation
-
-
-def _is_count(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-
-def operations_of(program: AnyJaxpr) -> list[tuple[tuple[int, ...], JaxprEqn]]:
-    """The paths and equations that a plan decides on: those with float32 results and operands,
-    that compute."""
-    return [
-        (path, eqn)
-        for path, eqn in jaxprs.operations(program)
-        if not moves(eqn)
-        and eqn.primitive.name not in (jaxprs.OPAQUE | LINEAR_ALGEBRA)
-        and not eqn.primitive.name.startswith("custom_")
-        and "callback" not in eqn.primitive.name
-        and any(is_float32(v) for v in eqn.invars)
-        and any(is_float32(v) for v in eqn.outvars)
-    ]

@@ -22,7 +22,7 @@ from gainstage._programs.in_dtype import converted, in_dtype, in_range, is_float
 from gainstage._programs.operations import MOVES, PRODUCTS, Trait, names_with
 from gainstage._programs.patterns import exponent_of, moves
 from gainstage.precision.calls import Call
-from gainstage.precision.needs import Need
+from gainstage.precision.needs import STOPS, Need
 from gainstage.precision.wide_results import (
     BOUNDED,
     bounded,
@@ -32,6 +32,7 @@ from gainstage.precision.wide_results import (
 )
 from gainstage.transforms.retrace import SINGLE, Kind, Retraced, as_written, function_of
 
+SUMS = names_with(Trait.SUM)
 LARGE_FACTOR = 1024.0  # a number that is too large to multiply half-precision numbers of any size
 
 
@@ -124,7 +125,7 @@ WIDE_PRODUCTS = (
     WideProduct("nothing to cast", Width.ALL, lambda call: not call.floats, "other dtypes"),
     WideProduct("asked for", Width.ALL, _is_precise, 'precision="highest"'),
     WideProduct(
-        "exact operands", Width.ALL, lambda call: bool(call.need & (Need.ALL | Need.OPERANDS)),
+        "exact operands", Width.ALL, lambda call: bool(call.need & Need.OPERANDS),
         "for what is computed with it: see needs.py",
     ),
     WideProduct(
@@ -204,6 +205,22 @@ def _is_activation(call: Call) -> bool:
         return False
     parts = jaxprs.equations(call.eqn.params["call_jaxpr"])
     return all(moves(e) or e.primitive.name in MAY_FOLLOW or jaxprs.called(e) for e in parts)
+
+
+def may_round(call: Call) -> bool:
+    """Whether a plan may have an operation in half precision: it computes, from float32 to float32.
+
+    The others are as by default. A sum grows with the batch, and so does its error; it is small.
+    A product of small matrices gains nothing, and coordinates, which come from such, need digits
+    near a solution that no measurement at the start asks for.
+    """
+    name, eqn = call.name, call.eqn
+    if moves(eqn) or name in STOPS or name.startswith("custom_") or "callback" in name:
+        return False
+    if not all(any(map(is_float32, side)) for side in (eqn.invars, eqn.outvars)):
+        return False
+    is_sum = name in SUMS or all(jaxprs.array(v).size == 1 for v in eqn.outvars)
+    return not patterns.is_small(eqn) if name in PRODUCTS else not is_sum
 
 
 def half(call: Call, is_planned: bool = False) -> list[Retraced]:
@@ -389,7 +406,7 @@ KINDS: dict[tuple[str | Kind, ...], Kind] = {
 
 def wide(call: Call) -> list[Retraced]:
     """The results of an operation in float32."""
-    is_exact = bool(call.need & (Need.ALL | Need.OPERANDS))
+    is_exact = bool(call.need & Need.OPERANDS)
     params = patterns.exact_params(call.eqn) if is_exact else None
     return [
         Retraced(value.x, _kind_of_result(call))

@@ -5,13 +5,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from gainstage._base._jax import JaxprEqn, Literal
 from gainstage._programs import jaxprs
 from gainstage._programs.operations import PRODUCTS
 from gainstage.precision.cards import H100, Card
 from gainstage.precision.float8_rule import PRODUCTS_OF_A_STEP, Sizes, added_bytes, pays
-from gainstage.precision.plan import FLOAT8
+from gainstage.precision.plan import DTYPES, FLOAT8
+from gainstage.precision.samples import Samples
 
 UPCAST = {"bfloat16": 2, "float16": 2, FLOAT8: 4}  # by which a cast to float32 multiplies bytes
 
@@ -86,3 +88,22 @@ def kept(fun: Callable[..., Any], params: Any, *batch: Any) -> int:
         if not isinstance(v, Literal) and id(v) not in inputs
     }
     return sum(x.size * x.dtype.itemsize for x in arrays.values())
+
+
+def bytes_in_half(samples: Samples, fun: Callable[..., Any]) -> float:
+    """The bytes that a step of a function reads and writes in half precision or float8, before a
+    compiler fuses any of it."""
+
+    def gradients(arrays: Any) -> Any:
+        return samples.gradients_of(fun, jnp.float32(1), arrays)
+
+    total = 0.0
+    for times, eqn in jaxprs.repeated(jax.make_jaxpr(gradients)(samples.arrays[0])):
+        if not jaxprs.inner(eqn):
+            each = (v.aval for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape"))
+            total += times * sum(x.size * x.dtype.itemsize for x in each if _is_narrow(x.dtype))
+    return total
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return dtype in DTYPES.values() or dtype.name.startswith(FLOAT8)

@@ -1,6 +1,7 @@
 """Gradients of a function on some batches, in any precision."""
 
 import contextlib
+import copy
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from gainstage._base.arrays import Static, joined, partition
 from gainstage._scaling import gradients
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import plan_of
+from gainstage.transforms.retrace import IS_KEPT
 from gainstage.transforms.value_and_grad import LossFunction
 
 MOST_SHOWN = 4  # arrays of a batch in an error
@@ -70,23 +72,22 @@ def samples_of(
             f"between batches, and bias is what does not: one batch shows neither."
         )
     _check_batches(fun, params, batches)
-    return Samples(fun, [(params, *batch) for batch in batches], has_aux, using)
+    loss = LossFunction(fun, has_aux, using)
+    return Samples(loss, [(params, *batch) for batch in batches])
 
 
 class Samples:
-    """A function, and its arguments in some calls, one for each batch."""
+    """A function, and its arguments in some calls, one for each batch.
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        calls: Sequence[tuple[Any, ...]],
-        has_aux: bool,
-        using: Using | None,
-    ):
-        self.fun: Callable[..., Any] = fun
-        self.has_aux: bool = has_aux
+    Args:
+        loss: the function, and how it is differentiated.
+        calls: the arguments of each call.
+    """
+
+    def __init__(self, loss: LossFunction, calls: Sequence[tuple[Any, ...]]):
+        self.loss: LossFunction = loss
+        self.fun: Callable[..., Any] = loss.fun
         self.names: list[str] = []  # of the gradients, once they are computed
-        self._using = using
         split = [partition(args) for args in calls]
         self.arrays: list[list[Any]] = [arrays for arrays, _ in split]
         self.static: Static = split[0][1]
@@ -106,13 +107,19 @@ class Samples:
     def __len__(self) -> int:
         return len(self.arrays)
 
+    def of(self, fun: Callable[..., Any]) -> "Samples":
+        """The same arguments of another function."""
+        other = copy.copy(self)
+        other.fun, other.loss = fun, self.loss._replace(fun=fun)
+        return other
+
     def of_arrays(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the arrays in the arguments, `(those of the parameters, the others)`, that
         returns the loss. Other leaves, as of Equinox's models, are not traced."""
 
         def loss(own: Sequence[Any], others: Sequence[Any]) -> Any:
-            result = fun(*self.args([*own, *others]))
-            return result[0] if self.has_aux else result
+            args = self.args([*own, *others])
+            return self.loss.parts(fun(*args), args)[0]
 
         return loss
 
@@ -125,25 +132,37 @@ class Samples:
     ) -> list[jax.Array]:
         """The loss and the gradients of a function at a loss scale, in float32."""
         args = self.args(arrays)
-        backward = LossFunction(fun, self.has_aux, self._using).backward(scale, args)
+        backward = self.loss._replace(fun=fun).backward(scale, args)
         grads = gradients.unscale(backward.grads, scale)
         leaves = jax.tree_util.tree_flatten_with_path(grads)[0]
         found = {joined(path): g for path, g in leaves if jnp.issubdtype(g.dtype, jnp.floating)}
         self.names = list(found)
         return [backward.loss, *found.values()]
 
+    def trace(self) -> None:
+        """Traces the loss on the first batch."""
+        jax.eval_shape(self._value, self.arrays[0])
+
+    def _value(self, arrays: Sequence[Any]) -> Any:
+        args = self.args(arrays)
+        return self.loss.parts(self.fun(*args), args)[0]
+
     def compiled(self, fun: Callable[..., Any], *, is_exact: bool = False) -> GradientsOf:
         """A function `(number of a batch, loss scale) -> [loss, *gradients]`.
 
         Args:
             fun: what is differentiated.
-            is_exact: whether float32 products are at the highest precision. By default a GPU
-                rounds their operands to TF32, and a TPU to bfloat16.
+            is_exact: whether all is in float32, with products at the highest precision. By default
+                a GPU rounds their operands to TF32, and a TPU to bfloat16.
         """
         program = jax.jit(lambda scale, arrays: self.gradients_of(fun, scale, arrays))
 
         def run(number: int, scale: float) -> list[np.ndarray]:
-            with exact_products() if is_exact else contextlib.nullcontext():
+            exact = contextlib.ExitStack()
+            if is_exact:
+                exact.enter_context(exact_products())
+                exact.enter_context(IS_KEPT(True))
+            with exact:
                 return jax.device_get(program(jnp.float32(scale), self.arrays[number]))
 
         return run
@@ -168,9 +187,8 @@ class Samples:
                 "Expected a loss that depends on the parameters; its gradient is 0 on each batch."
             )
         # Traced again: what `numpy.random` draws in a trace is a constant of the program.
-        with exact_products():
-            result = jax.jit(lambda arrays: self.fun(*self.args(arrays)))(self.arrays[0])
-        again = float(result[0] if self.has_aux else result)
+        with exact_products(), IS_KEPT(True):
+            again = float(jax.jit(self._value)(self.arrays[0]))
         if abs(again - float(each[0][0])) > CALLS_ALIKE * max(abs(again), 1e-30):
             raise ValueError(
                 f"Expected the same loss from two calls with one batch; got {float(each[0][0])} "

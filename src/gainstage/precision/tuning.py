@@ -1,49 +1,39 @@
-"""Measures, operation by operation, what half precision does to a function's gradient."""
+"""Measures, line by line, what half precision does to a function's gradient."""
 
-import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, SupportsFloat
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.typing import ArrayLike
+from typing import Any, NamedTuple
 
 from gainstage._base import checks
 from gainstage._base._jax import JaxprEqn
 from gainstage._base.progress_bar import counted
-from gainstage._programs import jaxprs
-from gainstage._programs.in_dtype import is_float32
-from gainstage._programs.jaxprs import AnyJaxpr, Path
+from gainstage._base.warn import warn
+from gainstage._programs.jaxprs import Path
 from gainstage._programs.operations import PRODUCTS
-from gainstage._programs.places import frames_of, line_of, scope_of
 from gainstage._variables.types import PyTree, Using
-from gainstage.precision.autocast import autocast
+from gainstage.precision.autocast import Caster, autocast, plan_of, under_plan
 from gainstage.precision.cards import ANY, Card, known_card
+from gainstage.precision.emulated import Collected, Level, by_rules
 from gainstage.precision.float8_rule import Float8Decision, decide
-from gainstage.precision.needs import Need, needs_of
-from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE, Price, Reference, error_of
-from gainstage.precision.plan import DTYPES, FLOAT8, Operation, Plan, operations_of
-from gainstage.precision.samples import (
-    MIN_BATCHES,
-    Samples,
-    exact_products,
-    is_finite,
-    largest_exponent,
-    samples_of,
+from gainstage.precision.noise_and_bias import (
+    MAX_BIAS,
+    MAX_NOISE,
+    Parts,
+    Price,
+    Reference,
+    error_of,
 )
-from gainstage.precision.switches import Switch, switched
-from gainstage.precision.tune_sums import SumFinder
-from gainstage.transforms.retrace import Replay, Retraced, as_written, replayed
+from gainstage.precision.plan import DTYPES, FLOAT8, FLOAT32, Operation, Plan
+from gainstage.precision.policy import may_round
+from gainstage.precision.program_costs import bytes_in_half
+from gainstage.precision.samples import MIN_BATCHES, Samples, largest_exponent, samples_of
+from gainstage.precision.shares import Emulation, Levels, chosen
+from gainstage.transforms.retrace import Retraced
 
 __all__ = ["tune"]
 
 ROOM = 2.0**4  # between the largest number and that of the dtype: activations grow in training
-WEIGHT = 16  # how much more a product saves than another operation of its size
 SHARED = 2  # batches on which shares are measured
-HALVES = Switch.HALF, Switch.BFLOAT16
 
 
 def tune(
@@ -62,9 +52,9 @@ def tune(
 ) -> Plan:
     """Measures which operations of a float32 function may be in half precision or float8.
 
-    One program has a switch for each operation, and one for those that are the same in all layers.
-    With a single switch on, the difference of the gradients from those in float32 is the share of
-    that operation: its noise, and its bias. Both add up over operations, so the shares predict each
+    One program has a switch for each line of the code, and so one for what is the same in all
+    layers. With a single switch on, the difference of the gradients from those in float32 is the
+    share of that line: its noise, and its bias. Both add up over lines, so the shares predict each
     choice. They are measured on two batches, and the plan on the others, if those are two or more.
     The time does not grow with depth: about two gradients for each line of the model and dtype.
 
@@ -100,7 +90,7 @@ def tune(
         >>> from gainstage.precision import tune
         >>> def loss_fn(w, x):  # features with an offset, which is subtracted again
         ...     return jnp.mean(jnp.tanh(x @ w - 300 * w.sum(0)) ** 2)
-        >>> w = jax.random.normal(jax.random.key(0), (16, 4)) / 4
+        >>> w = jax.random.normal(jax.random.key(0), (16, 16)) / 4
         >>> xs = 300 + jax.random.normal(jax.random.key(1), (4, 64, 16))
         >>> plan = tune(loss_fn, w, [(x,) for x in xs])
         >>> print([o.name for o in plan.operations if o.dtype == "float32"][0])
@@ -112,26 +102,55 @@ def tune(
     """
     if dtype not in (*DTYPES, FLOAT8):
         raise ValueError(f"Expected one of {sorted([*DTYPES, FLOAT8])} for dtype; got {dtype!r}.")
+    cast = autocast(fun, "float16" if dtype == FLOAT8 else dtype) if callable(fun) else fun
+    return measured_plan(
+        fun, cast, params, batches,
+        dtype=dtype, max_noise=max_noise, max_bias=max_bias, max_error=max_error,
+        card=card, has_aux=has_aux, using=using, progress=progress,
+    )  # fmt: skip
+
+
+def measured_plan(
+    fun: Callable[..., Any],
+    cast: Callable[..., Any],
+    params: PyTree,
+    batches: Sequence[Any],
+    *,
+    dtype: str,
+    max_noise: float,
+    max_bias: float,
+    max_error: float | None,
+    card: str | None,
+    has_aux: bool = False,
+    using: Using | None = None,
+    progress: bool = True,
+) -> Plan:
+    """What `tune` returns, of a function in which autocast is called anywhere.
+
+    Args:
+        fun: the function before autocast.
+        cast: the same with autocast.
+        params, batches, dtype, max_noise, max_bias, max_error, card, has_aux, using, progress: as
+            for `tune`.
+    """
     budget = _budget(max_noise, max_bias, max_error)
     fewest = MIN_BATCHES if max_error is None else 1
-    samples = samples_of(fun, params, batches, has_aux, using, fewest)
-    known = ANY if card is None else known_card(card)
-    tuner = _Tuner(
-        samples,
-        DTYPES.get(dtype, DTYPES["float16"]),
-        card=known if dtype == FLOAT8 else None,
-        has_bfloat16=dtype != "bfloat16" and known.multiplies("bfloat16"),
-        of_noise=max_error is None,
+    samples = samples_of(fun, params, batches, has_aux, using, fewest).of(cast)
+    own = ANY if card is None else known_card(card)
+    levels_of = _Levels(
+        own if dtype == FLOAT8 else None,
+        has_bfloat16=dtype != "bfloat16" and own.multiplies("bfloat16"),
     )
+    emulation = Emulation(samples, Collected(levels_of.of), ROOM)
+    tuner = _Tuner(samples, emulation, dtype, of_noise=max_error is None)
     with counted(tuner.pieces, "tune", shows=progress) as tick:
         tuner.measure(tick)
     plan = tuner.plan(budget)
     if not budget.keeps(plan.measured):
-        warnings.warn(
+        warn(
             f"Expected {budget}; the plan has {plan.measured.told()}, with "
-            f"{sum(o.dtype != 'float32' for o in plan.operations)} operations in half or less. "
-            f"Some of it may come from what the function itself computes in half precision.",
-            stacklevel=2,
+            f"{sum(o.dtype != FLOAT32 for o in plan.operations)} lines in half precision or less. "
+            f"Some of it may come from what the function itself computes in half precision."
         )
     return plan
 
@@ -145,12 +164,12 @@ class _Budget(NamedTuple):
 
     def keeps(self, price: Price) -> bool:
         """Whether a measured price is within the bounds."""
-        pairs = zip((price.noise, price.bias, price.error), self, strict=True)
-        return all(found <= bound for found, bound in pairs if bound < math.inf)
+        return self.used_by(price) <= 1
 
-    def limits(self, part: float) -> np.ndarray:
-        """A part of the bounds, as what adds up: noise, and the squares of bias and error."""
-        return np.array([self.noise, self.bias**2, self.error**2]) * [part, part**2, part**2]
+    def used_by(self, price: Price) -> float:
+        """The largest part of a bound that a price takes; NaN does not count."""
+        pairs = zip((price.noise, price.bias, price.error), self, strict=True)
+        return max(0.0, *(found / bound for found, bound in pairs if bound < math.inf))
 
     def __str__(self) -> str:
         each = zip(("max_noise", "max_bias", "max_error"), self, strict=True)
@@ -165,288 +184,164 @@ def _budget(max_noise: float, max_bias: float, max_error: float | None) -> _Budg
     return _Budget(noise, checks.real("max_bias", max_bias, above=0.0))
 
 
+def mended_plan(samples: Samples) -> Plan:
+    """The default rules of a function under autocast, with the lines in float32 that keep the
+    bounds of `advise`."""
+    plan = plan_of(samples.fun)
+    assert plan is not None
+    tuner = _Tuner(samples, Emulation(samples, Collected(by_rules)), plan.dtype, of_noise=True)
+    tuner.measure(lambda: None)
+    found = tuner.plan(_Budget(MAX_NOISE, MAX_BIAS))
+    rows = [o for o in found.operations if o.reason]
+    short = Plan(plan.dtype, rows, found.predicted, found.measured)
+    left = bytes_in_half(samples, under_plan(samples.fun, short))
+    left /= bytes_in_half(samples, samples.fun) or 1.0
+    return Plan(plan.dtype, rows, found.predicted, found.measured, left)
+
+
+class _Levels(NamedTuple):
+    """At which levels an operation may be in a plan.
+
+    Args:
+        card: where products may be in float8, if the card gains by it; None for none.
+        has_bfloat16: whether products may be in bfloat16, beside another dtype.
+    """
+
+    card: Card | None
+    has_bfloat16: bool
+
+    def of(
+        self,
+        caster: Caster,
+        eqn: JaxprEqn,
+        values: list[Retraced],
+        results: Sequence[Retraced],
+        path: Path,
+    ) -> tuple[tuple[Level, ...], bool]:
+        """The levels of an operation, and that its operands are rounded."""
+        if not may_round(caster.call(eqn, values, path)):
+            return (), True
+        if eqn.primitive.name not in PRODUCTS:
+            return (Level.HALF,), True
+        gains = self.card is not None and (
+            decide(eqn, values, self.card, only_linear=False) is Float8Decision.FLOAT8
+        )
+        levels = (Level.FLOAT8,) * gains + (Level.HALF,)
+        return (*levels, *(Level.BFLOAT16,) * self.has_bfloat16, Level.RESULT), True
+
+
 class _Tuner:
     """The measurements of one function.
 
     Args:
         samples: the function and its batches.
-        dtype: the half-precision dtype.
-        card: where products may be in float8, if the card gains by it; None for none.
-        has_bfloat16: whether products may be in bfloat16, beside another dtype.
+        emulation: the function with its lines at any level.
+        dtype: as for `tune`.
         of_noise: whether noise is bounded, for which batches must differ.
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        dtype: np.dtype,
-        card: Card | None,
-        has_bfloat16: bool,
-        of_noise: bool,
-    ):
-        self._samples, self._dtype, self._of_noise = samples, dtype, of_noise
-        self._has_float8 = card is None or bool(card.float8)
-        self._names = {
-            Switch.FLOAT32: "float32", Switch.HALF: dtype.name, Switch.BFLOAT16: "bfloat16",
-            Switch.FLOAT8: FLOAT8,
-        }  # fmt: skip
-        programs: list[Any] = []
-        visited, sums, decisions = set(), SumFinder(), dict[Path, Float8Decision]()
-
-        def visit(eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
-            visited.add(path)
-            if card is not None:
-                decisions[path] = decide(eqn, values, card, only_linear=False)
-            results = as_written(eqn, values)
-            sums.follow(eqn, values, results, path)
-            return results
-
-        def begin(program: AnyJaxpr) -> Replay:
-            programs.append(program)
-            return Replay(visit)
-
-        traced = replayed(samples.fun, begin, half=dtype.name)
-        one, first = jnp.float32(1), samples.arrays[0]
-        jax.eval_shape(lambda arrays: samples.gradients_of(traced, one, arrays), first)
-        arguments = jaxprs.open_jaxpr(programs[0]).invars
-        self._shapes = [jaxprs.array(v).shape for v in arguments[: samples.parameters]]
-        self._equations = dict(operations_of(programs[0]))
-        self._kept = self._equations.keys() - visited
-        self._of_sums = self._equations.keys() & sums.paths
-        needs = needs_of(programs[0], dtype)
-        self._coordinates = {path for path, need in needs.items() if Need.COORDINATE in need}
-        keys = {path: _key(eqn) for path, eqn in self._equations.items()}
-        numbers = {key: n for n, key in enumerate(dict.fromkeys(keys.values()))}
-        self._group = {path: numbers[key] for path, key in keys.items()}
-        self._groups = len(numbers)
-        # Products that may be in float8, and those that are too small for the card.
-        known = [(path, decisions.get(path)) for path in self._equations]
-        self._may_be_float8 = {
-            path for path, decision in known if decision is Float8Decision.FLOAT8
-        }
-        self._too_small = {path for path, decision in known if decision is Float8Decision.TOO_SMALL}
-        self._choices = {(group, Switch.HALF) for group in range(self._groups)}
-        self._choices |= {(self._group[path], Switch.FLOAT8) for path in self._may_be_float8}
-        if has_bfloat16:
-            products = (p for p, eqn in self._equations.items() if eqn.primitive.name in PRODUCTS)
-            self._choices |= {(self._group[path], Switch.BFLOAT16) for path in products}
-        self._largest = dict.fromkeys(self._equations, 0.0)
+    def __init__(self, samples: Samples, emulation: Emulation, dtype: str, of_noise: bool):
+        self._samples, self._emulation = samples, emulation
+        self._dtype = "float16" if dtype == FLOAT8 else dtype
+        self._asks_float8, self._of_noise = dtype == FLOAT8, of_noise
         self._shared = min(SHARED, len(samples))
-        self.pieces = len(self._choices) * self._shared
+        self.pieces: int = emulation.pieces * self._shared
 
     def measure(self, tick: Callable[[], Any]) -> None:
-        """Measures the ranges and the shares."""
-        limit = float(jnp.finfo(self._dtype).max) / ROOM
-        self._measure_ranges()
-        self._hot = {path for path, size in self._largest.items() if not size <= limit}
-        # Near a solution coordinates need digits that no measurement at the start asks for.
-        self._wide = self._kept | self._of_sums | self._coordinates
-        self._exact = self._samples.exact()
-        gradients = [results[1:] for results in self._exact]
-        self._reference = Reference(gradients) if len(gradients) > 1 else None
-        if self._reference is not None and not self._reference.variance:
-            if self._of_noise:
-                raise ValueError("Expected different batches; all of them have the same gradient.")
-            self._reference = None
-        switched = self._switched()
-        every = np.full(self._groups, Switch.HALF)
-        numbers = range(len(self._samples))
+        """Measures the shares."""
+        emulation, shared = self._emulation, range(self._shared)
+        self._gradients = [results[1:] for results in self._samples.exact()]
+        self._reference = self._reference_of(self._gradients)
+        sketched = [emulation.run(emulation.widest, 1.0, n) for n in range(len(self._samples))]
+        self._sketches = [results.gradients for results in sketched]
+        reference = self._reference and self._reference_of(self._sketches)
+        levels = emulation.narrowest
+        if not self._is_finite(levels):  # at no loss scale: what overflows by itself is left out
+            for number, line in enumerate(emulation.lines):
+                alone = (emulation.at(number, level) for level in line.levels)
+                levels[number] = next(at[number] for at in alone if self._is_finite(at))
+        self._scale = 2.0 ** largest_exponent(lambda n: self._is_finite(levels, 2.0**n))
+        exact = [emulation.run(emulation.widest, self._scale, n) for n in shared]
+        found = emulation.shares(exact, self._scale, tick)
+        self._shares: dict[tuple[int, Level], Price] = {}
+        for key, each in found.items():
+            pairs = zip(each, exact, strict=True)
+            gradients = [share.plus(results).gradients for share, results in pairs]
+            self._shares[key] = _price(reference, gradients, self._sketches, shared)
 
-        def fits(exponent: int) -> bool:
-            scale = jnp.float32(2.0**exponent)
-            return all(is_finite(switched(every, scale, number)) for number in numbers)
+    def _is_finite(self, levels: Levels, scale: float = 1.0) -> bool:
+        """Whether loss and gradients are finite on all batches at some levels."""
+        runs = (self._emulation.run(levels, scale, n) for n in range(len(self._samples)))
+        return all(results.is_finite for results in runs)
 
-        self._scale = jnp.float32(2.0 ** largest_exponent(fits))
-        self._shares: dict[tuple[int, Switch], Price] = {}
-        for group, choice in sorted(self._choices):
-            switches = np.where(np.arange(self._groups) == group, choice, Switch.FLOAT32)
-            found = []
-            for number in range(self._shared):
-                found.append(switched(switches, self._scale, number)[1:])
-                tick()
-            self._shares[group, choice] = self._price(found, range(self._shared))
-
-    def _price(self, found: Sequence[Any], numbers: Sequence[int]) -> Price:
-        """What gradients of some batches cost."""
-        if self._reference is None:
-            return Price(math.nan, math.nan, error=error_of(found[0], self._exact[0][1:]))
-        return self._reference.price(found, numbers)
+    def _reference_of(self, gradients: Sequence[Parts]) -> Reference | None:
+        """The gradients in float32, if their noise is known."""
+        reference = Reference(gradients) if len(gradients) > 1 else None
+        if reference is None or reference.variance:
+            return reference
+        if self._of_noise:
+            raise ValueError("Expected different batches; all of them have the same gradient.")
+        return None
 
     def plan(self, budget: _Budget) -> Plan:
         """The first plan that keeps the bounds, as measured."""
         # Sometimes the shares add up to more than predicted.
-        tried = (self._verified(budget.limits(part)) for part in (1.0, 1 / 3, 1 / 10))
+        tried = (self._verified(budget, part) for part in (1.0, 1 / 3, 1 / 10))
         fits = (plan for plan in tried if budget.keeps(plan.measured))
-        return next(fits, None) or self._verified(np.zeros(3))
+        return next(fits, None) or self._verified(budget, 0.0)
 
-    def _verified(self, limits: np.ndarray) -> Plan:
+    def _verified(self, budget: _Budget, part: float) -> Plan:
         """Chooses by the shares, and measures the choice on the batches that they are not of."""
-        chosen, predicted = self._chosen(limits)
-        plan = self._table(chosen, predicted, predicted)
+        lines, first = self._emulation.lines, self._emulation.narrowest
+        for number, line in enumerate(lines):  # what overflows goes out first
+            finite = (at for at in line.levels if math.isfinite(self._share(number, at).error))
+            first[number] = next(finite, Level.FLOAT32)
+        levels = chosen(lines, first, lambda at: budget.used_by(self._predicted(at)), part)
+        rows = [self._row(n, Level(level)) for n, level in enumerate(levels)]
+        plan = Plan(self._dtype, rows)
         others = range(self._shared, len(self._samples))
         numbers = others if len(others) > 1 else range(len(self._samples))
-        run = self._samples.compiled(autocast(self._samples.fun, plan))
-        found = [run(number, float(self._scale))[1:] for number in numbers]
-        return self._table(chosen, predicted, self._price(found, numbers))
+        run = self._samples.compiled(under_plan(self._samples.fun, plan))
+        found = [run(number, self._scale)[1:] for number in numbers]
+        measured = _price(self._reference, found, self._gradients, numbers)
+        return Plan(self._dtype, rows, self._predicted(levels), measured)
 
-    def _measure_ranges(self) -> None:
-        """Measures the largest number at each operation, in float32."""
-        paths = list(self._equations)
+    def _share(self, number: int, level: Level) -> Price:
+        return self._shares.get((number, level), Price(0.0, 0.0, error=0.0))
 
-        def note(number: int, size: SupportsFloat) -> None:
-            self._largest[paths[number]] = max(self._largest[paths[number]], float(size))
+    def _predicted(self, levels: Levels) -> Price:
+        """What lines cost together: noise adds up, and the squares of bias and error."""
+        each = [self._share(number, Level(level)) for number, level in enumerate(levels)]
+        noise = sum(share.noise for share in each)
+        bias, error = (
+            math.sqrt(sum(x**2 for x in some))
+            for some in ([share.bias for share in each], [share.error for share in each])
+        )
+        return Price(noise, bias, error=error)
 
-        numbers = {path: n for n, path in enumerate(paths)}
-
-        def compute(eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
-            results = as_written(eqn, values)
-            if path in numbers:
-                both = (*values, *results), (*eqn.invars, *eqn.outvars)
-                known = zip(*both, strict=True)
-                sizes = [_largest_in(v.x) for v, var in known if is_float32(var)]
-                size = functools.reduce(jnp.maximum, sizes)
-                jax.debug.callback(functools.partial(note, numbers[path]), size)
-            return results
-
-        measured = replayed(
-            self._samples.fun, lambda program: Replay(compute), half=self._dtype.name
+    def _row(self, number: int, level: Level) -> Operation:
+        """The row of a line; of what is in float32 the numbers are those in half precision."""
+        line = self._emulation.lines[number]
+        half = next(at for at in line.levels if at >= Level.HALF)
+        at = level if level < Level.RESULT else half
+        share, reason = self._share(number, at), ""
+        if level > line.levels[0]:
+            narrower = self._share(number, line.levels[0])
+            reason = f"its share in {line.name_at(line.levels[0], self._dtype)}"
+            reason = reason if math.isfinite(narrower.error) else "it is too large"
+        elif self._asks_float8 and level > Level.FLOAT8 and line.places[0].is_product:
+            reason = "float8 gains nothing"
+        error, noise, bias = (float(x) for x in (share.error, share.noise, share.bias))
+        return line.operation(
+            level, self._dtype, error=error, noise=noise, bias=bias, reason=reason
         )
 
-        def ranges(arrays: Sequence[Any]) -> None:
-            measured(*self._samples.args(arrays))
 
-        program = jax.jit(ranges)
-        with exact_products():
-            for arrays in self._samples.arrays:
-                program(arrays)
-        jax.effects_barrier()
-
-    def _switched(self) -> Callable[..., list[Any]]:
-        """The compiled gradients of the function with switches: `(switches, scale, batch)`."""
-        options = {path: (group, self._options(path)) for path, group in self._group.items()}
-
-        def compiled(switches: jax.Array, scale: jax.Array, arrays: Sequence[Any]) -> list[Any]:
-            fun = switched(self._samples.fun, options, switches, self._dtype.name)
-            return self._samples.gradients_of(fun, scale, arrays)
-
-        program = jax.jit(compiled)
-
-        def run(switches: np.ndarray, scale: jax.Array, number: int) -> list[Any]:
-            with exact_products():
-                return jax.device_get(program(switches, scale, self._samples.arrays[number]))
-
-        return run
-
-    def _options(self, path: Path) -> dict[Switch, np.dtype]:
-        """The half-precision dtype of an operation at each switch; at others it is in float32."""
-        if path in self._wide:
-            return {}
-        options: dict[Switch, np.dtype] = {}
-        if path not in self._hot:
-            options[Switch.HALF] = self._dtype
-            if path in self._may_be_float8:
-                options[Switch.FLOAT8] = self._dtype
-        if (self._group[path], Switch.BFLOAT16) in self._choices:
-            options[Switch.BFLOAT16] = DTYPES["bfloat16"]
-        return options
-
-    def _switch_at(self, path: Path, switch: Switch) -> Switch:
-        """What a switch does at an operation: float8 leaves some of its group in half precision."""
-        options = self._options(path)
-        if switch not in options and switch is Switch.FLOAT8:
-            switch = Switch.HALF
-        return switch if switch in options else Switch.FLOAT32
-
-    def _gain(self, group: int, switch: Switch) -> int:
-        """What a switch saves: the elements of its operations that it rounds, weighted."""
-        gain = 0
-        for path, eqn in self._equations.items():
-            if self._group[path] == group and self._switch_at(path, switch):
-                is_product = eqn.primitive.name in PRODUCTS or jaxprs.is_kernel(eqn)
-                weight = WEIGHT if is_product else 1
-                each = (jaxprs.array(v) for v in (*eqn.invars, *eqn.outvars) if is_float32(v))
-                gain += weight * sum(x.size for x in each)
-        return gain
-
-    def _chosen(self, limits: np.ndarray) -> tuple[dict[int, Switch], Price]:
-        """What groups are in, so that all fit together, and what they cost by their shares."""
-        costs = {key: _adds_up(share) for key, share in self._shares.items()}
-        gains = {(group, switch): self._gain(group, switch) for group, switch in costs}
-        chosen, total = dict[int, Switch](), np.zeros(3)
-        # Half precision first: float8 is for what is left of the bounds.
-        for choices in (HALVES, (Switch.FLOAT8,)):
-
-            def more(key: tuple[int, Switch]) -> np.ndarray:
-                group = key[0]
-                return costs[key] - (costs[group, chosen[group]] if group in chosen else 0)
-
-            def worth(key: tuple[int, Switch]) -> float:
-                with np.errstate(all="ignore"):
-                    part = np.nan_to_num(more(key) / limits, nan=0.0, posinf=np.inf).max()
-                return part / max(gains[key], 1)
-
-            for group, switch in sorted((k for k in costs if k[1] in choices), key=worth):
-                old = chosen.get(group)
-                if old is Switch.BFLOAT16 and switch is Switch.FLOAT8:
-                    continue  # float8 has the range of float16
-                gains_more = old is None or gains[group, switch] > gains[group, old]
-                is_better = gains_more or switch is Switch.FLOAT8
-                if is_better and (total + more((group, switch)) <= limits).all():
-                    total += more((group, switch))
-                    chosen[group] = switch
-        known = self._reference is not None
-        noise, bias = (total[0], math.sqrt(max(total[1], 0.0))) if known else (math.nan, math.nan)
-        return chosen, Price(float(noise), bias, error=math.sqrt(max(total[2], 0.0)))
-
-    def _table(self, chosen: dict[int, Switch], predicted: Price, measured: Price) -> Plan:
-        rows = []
-        for path, eqn in self._equations.items():
-            group = self._group[path]
-            switch = self._switch_at(path, chosen.get(group, Switch.FLOAT32))
-            share = self._shares[group, switch or Switch.HALF]  # of float32, that of half precision
-            own = self._names[switch]
-            place = line_of(eqn), scope_of(eqn)
-            rows.append(
-                Operation(
-                    path, jaxprs.name_of(eqn), own, *place, float(share.error), float(share.noise),
-                    float(share.bias), self._largest[path], self._reason(path, own),
-                )
-            )  # fmt: skip
-        return Plan(self._names[Switch.HALF], rows, predicted, measured, self._shapes)
-
-    def _reason(self, path: Path, dtype: str) -> str:
-        """Why an operation is not in a smaller dtype, or in which float16 would be closer."""
-        if dtype == FLOAT8:
-            return ""
-        if dtype == "bfloat16" and self._names[Switch.HALF] != dtype:
-            reaches = f"it reaches {self._largest[path]:.3g}"
-            return reaches if path in self._hot else "float16 is further off"
-        if dtype != "float32":
-            narrow = "too small for float8" if self._has_float8 else "no float8 on this card"
-            narrow *= path in self._too_small
-            return "its share in float8" if path in self._may_be_float8 else narrow
-        if path in self._kept:
-            return "keep_float32, or unused"
-        if path in self._of_sums:
-            return "a sum"
-        if path in self._coordinates:
-            return "coordinates"
-        if path in self._hot:
-            return f"it reaches {self._largest[path]:.3g}"
-        return "its share"
-
-
-def _adds_up(share: Price) -> np.ndarray:
-    """What of a share adds up over operations: noise, and the squares of bias and error."""
-    each = np.array([share.noise, share.bias**2, share.error**2])
-    return np.where(np.isnan(each), 0.0, each)
-
-
-def _largest_in(x: ArrayLike) -> jax.Array:
-    """The largest absolute number; half precision holds infinities, such as those of a mask."""
-    return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0)
-
-
-def _key(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """What operations of equal layers have in common."""
-    return eqn.primitive.name, frames_of(eqn), tuple(v.aval.str_short() for v in eqn.outvars)
+def _price(
+    reference: Reference | None, found: Sequence[Parts], exact: Sequence[Parts], numbers: Any
+) -> Price:
+    """What gradients of some batches cost."""
+    if reference is None:
+        errors = [error_of(own, exact[n]) for own, n in zip(found, numbers, strict=True)]
+        return Price(math.nan, math.nan, error=max(errors))
+    return reference.price(found, numbers)

@@ -8,8 +8,8 @@ from gainstage._base.checks import as_power
 from gainstage.runs.history import LONG_STREAK, MEMORY, WINDOW, History
 from gainstage.runs.skip_causes import SkipCause, Streak, cause_of
 from gainstage.runs.telemetry import ADVISE
-from gainstage.transforms.audit import XRAY_IT, percentage
-from gainstage.transforms.audited_run import ENOUGH
+from gainstage.training.audit import XRAY_IT, percentage
+from gainstage.training.audited_run import ENOUGH
 
 AUDITED = "loss", "gradient", "tensor"  # what an audit compares with float32
 SHARE = 0.1  # the largest share of skipped steps that is no finding

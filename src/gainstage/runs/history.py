@@ -10,7 +10,7 @@ import numpy as np
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import FixedLossScale, LossScale
 from gainstage.runs.skip_causes import LargestGradient, SkipCause, Streak, cause_of
-from gainstage.transforms.audited_run import ENOUGH
+from gainstage.training.audited_run import ENOUGH
 
 WINDOW = 200  # steps that findings look back
 MEMORY = 2000  # steps for which an overflow counts as evidence of the limit

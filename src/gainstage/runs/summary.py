@@ -16,7 +16,7 @@ from gainstage.runs.recording import NOTHING, Run, measures, stretches
 from gainstage.runs.rows import LONGEST, Rows, printable
 from gainstage.runs.skip_causes import why_skipped
 from gainstage.runs.telemetry import left_out, underflow_summary
-from gainstage.transforms.audit import percentage
+from gainstage.training.audit import percentage
 
 LOST_BITS = 3  # powers of two that bad data took from the scale, from which on it is said
 SLACK = 600  # seconds between the first step and its record, which may wait for others

@@ -22,7 +22,7 @@ from gainstage._variables.variable import Variable
 from gainstage.rules.loss_scale import Rule, as_rule
 from gainstage.runs.header import header
 from gainstage.runs.telemetry import Report
-from gainstage.transforms.audit import AuditResult
+from gainstage.training.audit import AuditResult
 
 Record = dict[str, Any]  # the step, and its numbers by name
 KEPT = 10_000  # records that are stored while they cannot be written

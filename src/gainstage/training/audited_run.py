@@ -5,20 +5,28 @@ import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from gainstage._base.warn import warn
-from gainstage.transforms.audit import (
+from gainstage.precision.autocast import under_plan
+from gainstage.training.audit import (
     PARTS,
     AuditResult,
+    Bounds,
     Given,
     compiled_audit,
     is_out_of_memory,
     of_batch,
     shares_axis,
 )
+from gainstage.training.mending import STEP, mended
 from gainstage.transforms.value_and_grad import LossFunction
 
 ENOUGH = 3  # audits in a row that are a little past a bound
+ADVICE = (
+    "with gainstage.keep_float32(): around it, or step.plan.save(path), and gainstage.autocast("
+    "loss_fn, gainstage.precision.Plan.load(path))."
+)
 _INSIDE = (
     "train_step(audit_every=...) audits nothing inside of jax.jit, jax.lax.scan or jax.shard_map, "
     "where each step would have to hold the audit. Call the step outside of them, or call "
@@ -48,20 +56,38 @@ class Audits:
 
 
 class AuditedRun:
-    """Audits steps of a run, before they are taken, and never waits for a result.
+    """Audits steps of a run, before they are taken, at first soon and then more rarely. It never
+    waits for a result, unless it mends.
+
+    Attributes:
+        loss: the loss as it is now, mended where that was needed.
+        found: the audits so far.
+        current: that of the last step.
 
     Args:
         loss: a loss under autocast.
         every: the number of steps between audits.
         bounds: as for `audit`.
+        mends: whether lines that spoil a step go back to float32.
+        advice: what a warning says to write, so that a run is mended from the start.
     """
 
-    def __init__(self, loss: LossFunction, every: int, bounds: tuple[float, float, float]) -> None:
-        self._loss, self._every, self._bounds = loss, every, bounds
+    def __init__(
+        self,
+        loss: LossFunction,
+        every: int,
+        bounds: Bounds,
+        *,
+        mends: bool = False,
+        advice: str = ADVICE,
+    ) -> None:
+        self.loss: LossFunction = loss
+        self._every, self._bounds, self.mends, self._advice = every, bounds, mends, advice
         self._compiled = compiled_audit()
         self._part = 1  # of the batch that is used; 0 if audits are left out
         self._next, self._extra = 0, math.inf  # the steps of the next audits
         self._count = 0  # steps so far
+        self._again = 0  # steps from which on a mending is tried
         self._soon = 1  # steps until an audit that decided nothing is taken again
         self._suspects: list[AuditResult] = []  # the last audits in a row past a bound
         self._waiting: list[AuditResult] = []
@@ -82,13 +108,33 @@ class AuditedRun:
             self._look()
         if self._count >= min(self._next, self._extra) and self._part:
             if self._count >= self._next:
-                self._next = self._count + self._every
+                self._next = _following(self._count, self._every)
             self._extra = math.inf
             given = arguments()
             given = given._replace(step=self._count) if given.step is None else given
             self.current = self._audited(given)
-            self._waiting += [self.current] if self.current is not None else []
+            if self.current is not None and self.mends:
+                self.current, given = self._at_scale_that_fits(self.current, given)
+                self._read(self.current, given)
+            elif self.current is not None:
+                self._waiting.append(self.current)
         self._count += steps
+
+    def mend_now(self, arguments: Callable[[], Given]) -> bool:
+        """Mends a run whose steps are skipped; returns whether that helps.
+
+        Args:
+            arguments: as for `before`.
+        """
+        # What is ready, by which this was seen, differs between processes, which must agree.
+        if not self.mends or not self._part or jax.process_count() > 1:
+            return False
+        given = arguments()
+        audit = self._audited(given)
+        if audit is None:
+            return False
+        audit, given = self._at_scale_that_fits(audit, given)
+        return (audit.is_off or audit.overflows) and self._mend(audit, given)
 
     def finish(self) -> None:
         """Waits for the audits that are not ready yet, and reads them."""
@@ -104,7 +150,10 @@ class AuditedRun:
         """The audit of a batch, or of a part of it that fits into memory."""
         while self._part:
             try:
-                return of_batch(self._compiled, self._loss, arguments, self._bounds, self._part)
+                audit = of_batch(self._compiled, self.loss, arguments, self._bounds, self._part)
+                if self.mends:
+                    jax.block_until_ready(audit.numbers)
+                return audit
             except Exception as error:
                 if self._part == 1 and not is_out_of_memory(error):
                     raise  # which the step would raise too
@@ -133,8 +182,10 @@ class AuditedRun:
                     raise
                 self._shrink(shares=True)
 
-    def _read(self, audit: AuditResult) -> None:
-        if audit.overflows:
+    def _read(self, audit: AuditResult, given: Given | None = None) -> None:
+        """Reads an audit; with the arguments of its step, mends what is off."""
+        is_stuck = given is not None and audit.overflows
+        if audit.overflows and not is_stuck:
             self._audit_soon()
             return
         self._soon = 1
@@ -145,18 +196,55 @@ class AuditedRun:
             self._squares += off * (audit.loss_difference - mean)
             self.found = Audits(count, mean, math.sqrt(self._squares / count), audit)
         self._suspects = [*self._suspects[: ENOUGH - 1], audit] if audit.is_off else []
-        if audit.is_far_off or len(self._suspects) == ENOUGH:
-            self._tell("off", str(self._suspects[0]))
+        if is_stuck or audit.is_far_off or len(self._suspects) == ENOUGH:
+            if given is None or not self._mend(audit, given):
+                self._tell("off", str(self._suspects[0] if self._suspects else audit))
         elif audit.is_off:
             # One batch may be past a bound by chance, where a sum of gradients is nearly 0.
             self._audit_soon()
         elif not audit.ok:
             self._tell("reference", str(audit))
 
+    def _at_scale_that_fits(self, audit: AuditResult, given: Given) -> tuple[AuditResult, Given]:
+        """The audit at a lower loss scale if the gradients overflow at this one. Where they do so
+        at the lowest too, no step will be applied."""
+        while audit.overflows and audit.measured.scale > given.floor:
+            scale = max(audit.measured.scale / STEP, given.floor)
+            given = given._replace(scale=jnp.float32(scale))
+            audit = self._audited(given) or audit
+        return audit, given
+
+    def _mend(self, audit: AuditResult, given: Given) -> bool:
+        """Takes lines back into float32; returns whether any was. What was measured in vain is
+        measured again only when the run is twice as long."""
+        if self._count < self._again:
+            return False
+
+        def audited(loss: LossFunction, given: Given, part: int) -> AuditResult:
+            return of_batch(self._compiled, loss, given, self._bounds, part)
+
+        try:
+            found = mended(self.loss, given, self._bounds, audit, self._part, audited)
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            found = None
+        if found is None or not found.rows:
+            self._again = 2 * self._count + 1
+        if found is None:
+            return False
+        if not found.rows:
+            self._tell("scale", found.told(self._advice))
+            return True
+        self.loss = self.loss._replace(fun=under_plan(self.loss.fun, found.plan))
+        self._suspects, self.current = [], found.after
+        warn(found.told(self._advice))
+        return True
+
     def _audit_soon(self) -> None:
         """Audits one of the next steps. Whether a result is ready differs between processes, which
-        must agree; several wait for the next audit that is due."""
-        if jax.process_count() == 1 and self._soon < self._every:
+        must agree: several wait for the next audit that is due, unless they wait for results."""
+        if (self.mends or jax.process_count() == 1) and self._soon < self._every:
             self._extra, self._soon = self._count + self._soon - 1, 2 * self._soon
 
     def _tell(self, kind: str, message: str) -> None:
@@ -164,3 +252,10 @@ class AuditedRun:
         if kind not in self._told:
             self._told.add(kind)
             warn(message)
+
+
+def _following(count: int, every: int) -> int:
+    """The number of steps after which the next audit is due: 1, 3, 10, 30, 100 and so on, and then
+    each `every`."""
+    early = (number * 10**power for power in range(7) for number in (1, 3))
+    return next((n for n in early if count < n < every), (count // every + 1) * every)

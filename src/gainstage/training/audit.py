@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from gainstage._base.arrays import joined
 from gainstage._base.checks import as_power
 from gainstage._scaling import gradients
 from gainstage._variables.types import PyTree, Scalar, Using
+from gainstage.precision.autocast import plan_of
 from gainstage.transforms.models import Changeable, Partition, kind_of, split
 from gainstage.transforms.retrace import IS_KEPT
 from gainstage.transforms.step import StateParts, compute_gradients
@@ -31,10 +32,11 @@ ROUNDINGS = 4  # of each parameter, by which a difference may be explained
 CANCELS = 1e-2  # of a gradient: if a rounding of the parameters moves more, its examples cancel
 SAME_LOSS = 1e-3  # the largest relative difference of two losses of one batch
 PARTS = 2, 4, 8  # of the batch, where the float32 side does not fit into memory
+T = TypeVar("T")  # of what is measured
 XRAY_IT = (
-    "gs.xray(loss_fn, state, *batch) on such a batch names the operation: put it into `with "
-    "gs.keep_float32():`. Or measure a plan at these weights, with recent batches: "
-    "gs.autocast(float32_loss_fn, gs.precision.tune(float32_loss_fn, state.params, batches))."
+    "gs.mend(loss_fn, state, *batch) on such a batch takes the lines that spoil it back into "
+    "float32, as train_step does with mend=True. gs.xray(loss_fn, state, *batch) names the "
+    "operation, for `with gs.keep_float32():`."
 )
 NOT_LINEAR = (
     " The loss itself is right, so look at its backward pass too: a jax.custom_vjp that clips, "
@@ -243,7 +245,8 @@ def audit(
     Rules and plans say what is safe in general and at one point of training; an audit measures it
     on this batch at these weights. The float32 side is the function as it was written, in true
     float32 on a GPU too, and without a loss scale. `train_step(loss_fn, audit_every=1000)` does so
-    in a run; this is for loops of your own. Nothing that the function changes is changed.
+    in a run; this is for loops of your own. `mend` takes back into float32
+    what spoils a step. Nothing that the function changes is changed.
 
     Args:
         fun: what `autocast` returned for a loss. Create it once: an audit is compiled for each.
@@ -276,6 +279,19 @@ def audit(
 
     Source: Micikevicius et al., 2018, arXiv:1710.03740, for float32 as the reference.
     """
+    loss, given, limits = given_to(fun, args, scale, has_aux, using, bounds)
+    return audited(loss, given, limits)[0]
+
+
+def given_to(
+    fun: Callable[..., Any],
+    args: Sequence[PyTree],
+    scale: Scalar | None,
+    has_aux: bool,
+    using: Using | None,
+    bounds: Sequence[float],
+) -> tuple[LossFunction, "Given", "Bounds"]:
+    """The loss, its arguments and the bounds, from the arguments of `audit` or `mend`."""
     check_cast("fun", fun, "gs.audit(gs.autocast(fun), ...)")
     state = args[0] if args and isinstance(args[0], TrainState) else None
     if state is not None:
@@ -289,16 +305,35 @@ def audit(
         )
     if not isinstance(scale, jax.Array):
         scale = checks.loss_scale("scale", scale)
-    checked = checked_bounds("bounds", bounds)
+    limits = checked_bounds("bounds", bounds)
     params, extra = (args[0], None) if state is None else (state.params, state.extra)
     loss = LossFunction(fun, checks.flag("has_aux", has_aux), using)
     step = None if state is None else state.step
-    given = Given(params, extra, args[1:], scale, step)
-    for part in (1, *PARTS):
+    return loss, Given(params, extra, tuple(args[1:]), scale, step), limits
+
+
+def audited(
+    loss: LossFunction, given: "Given", bounds: "Bounds", part: int = 1
+) -> tuple[AuditResult, int]:
+    """The audit of a batch, or of a part of it that fits into memory, and that part."""
+    audit = functools.partial(of_batch, _compiled, loss, given, bounds)
+    return on_a_part_that_fits(lambda part: (audit(part), part), given.batch, part)
+
+
+def on_a_part_that_fits(measure: Callable[[int], T], batch: PyTree, part: int = 1) -> T:
+    """What is measured on a batch, or on a smaller part of it if that does not fit into memory.
+
+    Args:
+        measure: `part -> result`, on the first `1 / part` of the batch.
+        batch: the batch.
+        part: the first that is tried.
+    """
+    for smaller in (part, *(p for p in PARTS if p > part)):
         try:
-            return of_batch(_compiled, loss, given, checked, part)
+            return measure(smaller)
         except jax.errors.JaxRuntimeError as error:
-            if not is_out_of_memory(error) or part == PARTS[-1] or not shares_axis(args[1:]):
+            is_last = smaller == PARTS[-1] or not shares_axis(batch)
+            if is_last or not is_out_of_memory(error):
                 raise
     raise AssertionError  # the last part has returned or raised
 
@@ -307,21 +342,17 @@ def check_cast(name: str, fun: Any, advice: str) -> None:
     """Raises a ValueError for a function that has no half precision to compare with float32."""
     if not callable(fun):
         raise TypeError(f"Expected a function for {name}; got {checks.brief(fun)}.")
-    if not any(hasattr(each, "autocast_plan") for each in _wrapped(fun)):
+    if plan_of(fun) is None:
         raise ValueError(
             f"Expected a loss that gainstage.autocast returned for {name}, as an audit compares it "
             f"with the same function in float32; got {checks.brief(fun)}. Write {advice}."
         )
 
 
-def _wrapped(fun: Any) -> Iterator[Any]:
-    """A function, and those that it was made of by `functools.partial` and `functools.wraps`."""
-    while fun is not None:
-        yield fun
-        fun = getattr(fun, "func", None) or getattr(fun, "__wrapped__", None)
+Bounds = tuple[float, float, float]  # as `audit` takes them
 
 
-def checked_bounds(name: str, bounds: Sequence[float]) -> tuple[float, float, float]:
+def checked_bounds(name: str, bounds: Sequence[float]) -> Bounds:
     """The bounds, if they are three numbers > 0."""
     try:
         of_loss, of_all, of_tensor = bounds
@@ -345,20 +376,26 @@ class Given(NamedTuple):
     batch: PyTree
     scale: ArrayLike
     step: Any = None  # its number
+    lowest: float = 0.0  # below which the loss scale does not fall; 0 if it does not fall
+
+    @property
+    def floor(self) -> float:
+        """The scale at which a gradient that overflows is one that no loss scale helps."""
+        return self.lowest or 1.0
 
 
 def _rounding_in(loss: LossFunction) -> float:
     """The largest relative error of rounding a number to half precision once."""
-    plan = next(e.autocast_plan for e in _wrapped(loss.fun) if hasattr(e, "autocast_plan"))
-    dtype = getattr(plan, "dtype", plan)
-    return float(jnp.finfo("bfloat16" if dtype == "bfloat16" else "float16").eps) / 2
+    plan = plan_of(loss.fun)
+    is_short = plan is not None and plan.dtype == "bfloat16"
+    return float(jnp.finfo("bfloat16" if is_short else "float16").eps) / 2
 
 
 def of_batch(
     compiled: Callable[..., Any],
     loss: LossFunction,
     arguments: Given,
-    bounds: tuple[float, float, float],
+    bounds: Bounds,
     part: int,
 ) -> AuditResult:
     """The audit of a batch.
@@ -387,6 +424,13 @@ def shares_axis(batch: PyTree) -> bool:
     return len(sizes) == 1 and min(sizes) >= PARTS[-1]
 
 
+def first_part(batch: PyTree, part: int) -> PyTree:
+    """The first `1 / part` of a batch."""
+    if part == 1:
+        return batch
+    return jax.tree.map(lambda x: x[: len(x) // part] if jnp.ndim(x) else x, batch)
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error says that there is not enough memory."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
@@ -402,8 +446,7 @@ def _compare(
     bounds: jax.Array,
 ) -> AuditResult:
     rounding = _rounding_in(loss_fn)
-    if part > 1:
-        batch = jax.tree.map(lambda x: x[: len(x) // part] if jnp.ndim(x) else x, batch)
+    batch = first_part(batch, part)
 
     def side(scale: jax.Array, arrays: list[Any]) -> tuple[jax.Array, PyTree, PyTree]:
         params, extra, _ = partition.combine(arrays)

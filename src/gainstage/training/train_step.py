@@ -27,9 +27,11 @@ from gainstage._variables.sharding import (
 from gainstage._variables.types import Aux, OptState, Params, PyTree, Scalar, Using
 from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import divided_state
+from gainstage.precision.autocast import plan_of
+from gainstage.precision.plan import Plan
 from gainstage.rules.loss_scale import LossScale
-from gainstage.transforms.audit import BOUNDS, AuditResult, Given, check_cast, checked_bounds
-from gainstage.transforms.audited_run import AuditedRun, Audits
+from gainstage.training.audit import BOUNDS, AuditResult, Given, check_cast, checked_bounds
+from gainstage.training.audited_run import AuditedRun, Audits
 from gainstage.transforms.loss_scaled import transformation_of
 from gainstage.transforms.loss_scaled_state import (
     LossScaledState,
@@ -63,6 +65,7 @@ def train_step(
     retries: int = 0,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
+    mend: bool = False,
 ) -> "TrainStep[()]": ...
 
 
@@ -76,6 +79,7 @@ def train_step(
     retries: int = 0,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
+    mend: bool = False,
 ) -> "TrainStep[Aux]": ...
 
 
@@ -89,6 +93,7 @@ def train_step(
     retries: int = 0,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
+    mend: bool = False,
 ) -> "TrainStep[Aux]": ...
 
 
@@ -102,6 +107,7 @@ def train_step(
     retries: int = 0,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
+    mend: bool = False,
 ) -> "TrainStep[Any]": ...
 
 
@@ -115,6 +121,7 @@ def train_step(
     retries: int = 0,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
+    mend: bool = False,
 ) -> "TrainStep[*tuple[Any, ...]]": ...
 
 
@@ -131,6 +138,7 @@ def train_step(
     retries: int = 0,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
+    mend: bool = False,
 ) -> Any:
     """Returns a compiled step of a `TrainState`: scaled loss, gradients, check, update.
 
@@ -156,17 +164,23 @@ def train_step(
             the loss is not finite, or the rule keeps its scale. If none is applied, the scale is
             that after one skipped step. The telemetry counts `retried_steps`. No copy of parameters
             or batch is made for it. With retries, the host reads one bit at each step on a GPU.
-        audit_every: an integer >= 1: the first step, and then each that many, is compared with
-            float32 before it is taken, as by `gainstage.audit`; None for no audits. It is a program
-            of its own, so other steps are what they are without it, and no step waits for a result.
-            An error past the bounds is a warning at a later step, once, with the name of the
-            tensor. Unless the loss itself is off, and an error is past three times its bound, two
-            of the next steps are audited too, and must be past a bound as well. `step.audit` is the
-            audit of the last step, or None; `step.audits` has their `count`, the mean difference of
-            the loss (`bias`) and its `spread`, and the `last`. `loss_fn` must be from `autocast`.
-            If float32 does not fit into memory, half, a quarter or an eighth of the batch is used.
+        audit_every: an integer >= 1: the steps after 0, 1, 3, 10, 30, 100 and so on, and then each
+            that many, are compared with float32 before they are taken, as by `gainstage.audit`;
+            None for no audits. An audit is a program of its own, so other steps are what they are
+            without it, and no step waits for a result. An error past the bounds is a warning at a
+            later step, once, with the name of the tensor. Unless the loss itself is off, and an
+            error is past three times its bound, two of the next steps are audited too, and must be
+            past a bound as well. `step.audit` is the audit of the last step, or None; `step.audits`
+            has their `count`, the mean difference of the loss (`bias`) and its `spread`, and the
+            `last`. `loss_fn` must be from `autocast`. If float32 does not fit into memory, half, a
+            quarter or an eighth of the batch is used.
         audit_bounds: the largest errors of the loss, of all gradients together and of one tensor,
             by default 1 %, 10 % and 50 %: three numbers > 0.
+        mend: whether the lines that spoil a step go back to float32, as by `gainstage.mend`, when
+            an audit is past a bound, or steps are skipped at each loss scale; needs `audit_every`.
+            One warning says which lines, what for, and what is left in half precision. The step is
+            compiled again; other steps are what they are without it. An audited step waits for its
+            audit. `step.plan` is the plan in force, to save for the next run.
 
     Returns:
         A function `step(state, *batch)` that returns the new `TrainState`, the true loss in
@@ -174,12 +188,13 @@ def train_step(
         the program, also for `jax.ShapeDtypeStruct` arguments.
 
     Raises:
-        TypeError: `loss_fn` is not callable, or has a `loss_scale` of its own, `donate` is not a
-            bool, or `retries` or `audit_every` not a number; from `step`, the first argument is no
-            `TrainState`, or the loss or a parameter no array.
+        TypeError: `loss_fn` is not callable, or has a `loss_scale` of its own, `donate` or `mend`
+            is not a bool, or `retries` or `audit_every` not a number; from `step`, the first
+            argument is no `TrainState`, or the loss or a parameter no array.
         ValueError: `retries` is not an integer >= 0, `audit_every` none >= 1, or `audit_bounds` are
-            out of range; `audit_every` is given, and `loss_fn` is not from `autocast`; from `step`,
-            a transformation around `loss_scaled` could hide an overflow.
+            out of range; `mend` without `audit_every`; `audit_every` is given, and `loss_fn` is not
+            from `autocast`; from `step`, a transformation around `loss_scaled` could hide an
+            overflow.
 
     Examples:
         >>> import gainstage as gs
@@ -198,11 +213,16 @@ def train_step(
     donates = checks.flag("donate", donate)
     retries = checks.integer("retries", retries, low=0)
     bounds = checked_bounds("audit_bounds", audit_bounds)
-    audits = None
+    audits, mends = None, checks.flag("mend", mend)
+    if mends and audit_every is None:
+        raise ValueError(
+            "Expected audit_every with mend=True, as an audit finds what is to be mended; got "
+            "None. Write train_step(gs.autocast(loss_fn), audit_every=1000, mend=True)."
+        )
     if audit_every is not None:
         every = checks.integer("audit_every", audit_every, low=1)
         check_cast("loss_fn", loss_fn, "train_step(gs.autocast(loss_fn), audit_every=...)")
-        audits = AuditedRun(loss, every, bounds)
+        audits = AuditedRun(loss, every, bounds, mends=mends)
     step: Any = TrainStep(_Options(loss, donates, retries), audits)
     return step
 
@@ -213,6 +233,7 @@ class _Options(NamedTuple):
     loss: LossFunction
     donates: bool
     retries: int
+    is_mended: bool = False  # whether the loss is another one than at first
 
 
 class TrainStep(Generic[*More]):
@@ -231,11 +252,13 @@ class TrainStep(Generic[*More]):
                 f"Expected the batch by position; got {', '.join(named)} by name. Write "
                 f"step(state, {', '.join(named)})."
             )
-        returned: Any = getattr(state, "_returned", None)
-        if returned is not None and returned.step.options is self._options:
-            found: Any = returned.step.take(state, batch)
-        else:
-            found = self._of(state).take(state, batch)
+        step = self._of(state)
+        step.look(state, batch)
+        if self._audits is not None and self._audits.loss is not self._options.loss:  # mended
+            self._options = self._options._replace(loss=self._audits.loss, is_mended=True)
+            self._compiled.clear()
+            step = self._of(state)
+        found: Any = step.take(state, batch)
         return found
 
     def lower(self, state: TrainState[Any], *batch: PyTree) -> jax.stages.Lowered:
@@ -244,6 +267,10 @@ class TrainStep(Generic[*More]):
 
     def _of(self, state: object) -> "_CompiledStep":
         """The step of the transformation of a state."""
+        returned: Any = getattr(state, "_returned", None)
+        if returned is not None and returned.step.options is self._options:
+            own: _CompiledStep = returned.step
+            return own
         if not isinstance(state, TrainState):
             raise TypeError(
                 f"Expected a TrainState first, as in state, loss = step(state, *batch); got "
@@ -254,6 +281,11 @@ class TrainStep(Generic[*More]):
         if key not in self._compiled:
             self._compiled[key] = _CompiledStep(self._options, tx, self._audits)
         return self._compiled[key]
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, with what `mend=True` has taken back; None without `autocast`."""
+        return plan_of(self._options.loss.fun)
 
     @property
     def audit(self) -> AuditResult | None:
@@ -340,20 +372,37 @@ class _CompiledStep:
             warn(NO_RETRY)
         self._over = scaled.over if scaled else ()  # the mesh axes of `shard_state_over`
         self._is_fixed = scaled is not None and scaled.is_fixed
-        self._watch = DeadRunWatch(_lowest_of(scaled.rule) if scaled else 0.0)
-        self._is_known = False  # whether the first program and its batch were looked at
+        self._lowest = _lowest_of(scaled.rule) if scaled else 0.0
+        self._watch = DeadRunWatch(self._lowest)
+        self._is_known = options.is_mended  # whether the first program and its batch were looked at
         self._programs: dict[Any, _Program] = {}
+
+    def look(self, state: TrainState[Any], batch: tuple[PyTree, ...]) -> None:
+        """Looks at the steps before this one, and audits it, if that is due."""
+        opt_state, audits = state.opt_state, self._audits
+
+        def given() -> Given:
+            scale = state_to_scale_by(opt_state).rule_state.scale
+            return Given(state.params, state.extra, batch, scale, state.step, self._lowest)
+
+        try:
+            if audits is None:
+                self._watch.look(lambda: current_scale(opt_state))
+                return
+            self._watch.look(lambda: current_scale(opt_state), lambda: audits.mend_now(given))
+            if is_inside():
+                audits.tell_inside()
+            else:
+                audits.before(given)
+        except (TypeError, ValueError, RuntimeError) as error:
+            explain_step(error, state, batch)
+            raise
 
     def take(self, state: TrainState[Any], batch: tuple[PyTree, ...]) -> tuple[Any, ...]:
         """Takes a step."""
         opt_state, inside = state.opt_state, is_inside()
-        self._watch.look(lambda: current_scale(opt_state))
         donates = self.options.donates and not reruns() and not inside
         try:
-            if self._audits is not None and inside:
-                self._audits.tell_inside()
-            elif self._audits is not None:
-                self._audits.before(lambda: _given(state, batch))
             known = None if inside else self._known(state, batch, donates)
             program, arrays, kinds = known or self._prepared(state, batch, donates, inside)
             arrays, outcome = program.run(*arrays, *batch)
@@ -485,12 +534,6 @@ def _unshared(
     kept = [x for i, x in enumerate(arrays) if i not in donated]
     free = iter(unshared([arrays[i] for i in program.donated], [*kept, *others]))
     return [next(free) if i in donated else x for i, x in enumerate(arrays)]
-
-
-def _given(state: TrainState[Any], batch: PyTree) -> Given:
-    """What an audit takes of a step."""
-    scale = state_to_scale_by(state.opt_state).rule_state.scale
-    return Given(state.params, state.extra, batch, scale, state.step)
 
 
 def _lowest_of(rule: LossScale) -> float:
