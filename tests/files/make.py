@@ -79,7 +79,7 @@ def main(folder):
     opt.save_own_variables(store)
     np.savez(folder / "optimizer.npz", w=w.numpy(), **store)
     recorded(folder)
-    tune(planned, jnp.ones((8, 8)), [(jnp.ones((4, 8)),)], max_error=0.005).save(
+    tune(planned, jnp.ones((16, 16)), [(jnp.ones((32, 16)),)], max_error=0.005).save(
         folder / "plan.json"
     )
     fitted = model()

@@ -77,5 +77,5 @@ def test_a_plan_is_followed(folder):
     """The product that the plan has in float16 is computed in float16."""
     plan = Plan.load(folder / "plan.json")
     loss = gs.autocast(make.planned, plan)
-    program = str(jax.make_jaxpr(loss)(jnp.ones((8, 8)), jnp.ones((4, 8))))
-    assert "f16[4,8] = dot_general" in program
+    program = str(jax.make_jaxpr(loss)(jnp.ones((16, 16)), jnp.ones((32, 16))))
+    assert "f16[32,16] = dot_general" in program

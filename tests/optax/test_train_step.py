@@ -8,6 +8,7 @@ import pytest
 from compilations import compilations
 
 import gainstage as gs
+from gainstage.training import train_step as compiled_steps
 
 X, Y = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4), np.ones((8, 1), np.float32)
 
@@ -307,9 +308,9 @@ def tied(params, x):
 def test_a_returned_state_is_stepped_without_a_look_at_its_leaves(monkeypatch):
     """The second step asks no leaf where it lies; one with a state of another origin does."""
     step, looks = gs.train_step(tied), []
-    look = gs.transforms.train_step.on_one_mesh
+    look = compiled_steps.on_one_mesh
     count = lambda *args: looks.append(0) or look(*args)  # noqa: E731
-    monkeypatch.setattr(gs.transforms.train_step, "on_one_mesh", count)
+    monkeypatch.setattr(compiled_steps, "on_one_mesh", count)
     state = gs.TrainState.create({"a": jnp.ones(3)}, optax.sgd(0.1))
     for _ in range(3):
         state, _ = step(state, 1.0)

@@ -39,12 +39,12 @@ def code_lines(program: AnyJaxpr) -> dict[Path, CodeLine]:
     calls = dict[CodeLine, tuple[str, ...]]()
     for path, eqns in jaxprs.operations_within(program):
         name = jaxprs.name_of(eqns[-1])
-        frames = [frame for eqn in reversed(eqns) for frame in _frames(eqn.source_info.traceback)]
+        frames = [frame for eqn in reversed(eqns) for frame in _calls_of(eqn.source_info.traceback)]
         layers = [
             n for n in "/".join(map(scope_of, eqns)).split("/") if n not in ("", KEEP_FLOAT32)
         ]
-        layer = _layer(layers)
-        texts = [name, _layer(_numbered(layers, equals))]
+        layer = _layer_text(layers)
+        texts = [name, _layer_text(_numbered(layers, equals))]
         texts += [f"{frame.function} {frame.text}" for frame in frames]
         key = hashlib.blake2s("\n".join(texts).encode(), digest_size=8).hexdigest()
         own = [frame for frame in frames if not is_library(frame.file)] or frames[: not layer]
@@ -81,7 +81,7 @@ class _Frame(NamedTuple):
     text: str  # the code of the line; its number where that is not known
 
 
-def _frames(traceback: Any) -> tuple[_Frame, ...]:
+def _calls_of(traceback: Any) -> tuple[_Frame, ...]:
     """The calls in which an equation was written, the innermost first, up to the next that JAX has
     traced. Those of this library are left out."""
     if traceback is None:
@@ -107,7 +107,7 @@ def _text(file: str, number: int) -> str:
     return linecache.getline(file, number).strip() or str(number)
 
 
-def _layer(layers: Sequence[str]) -> str:
+def _layer_text(layers: Sequence[str]) -> str:
     """The layer of an operation, without the numbers of the equal layers around it."""
     return "/".join([*(NUMBER.sub("", each) for each in layers[:-1]), *layers[-1:]])
 

@@ -18,7 +18,7 @@ from gainstage.training.audit import BOUNDS, Given, checked_bounds
 from gainstage.training.audited_run import AuditedRun, Audits
 from gainstage.transforms.value_and_grad import LossFunction
 
-ADVICE = (
+KEEP_FIT = (
     "audit.plan.save(path) of this callback, and gainstage.interop.keras.compile(model, optimizer, "
     "loss, dtype=gainstage.precision.Plan.load(path))."
 )
@@ -105,7 +105,7 @@ class Audit(keras.callbacks.Callback):
             self._of = model
             self._run = AuditedRun(
                 LossFunction(_loss_by_names(model)), self._every, self._bounds,
-                mends=self._mends, advice=ADVICE,
+                mends=self._mends, advice=KEEP_FIT,
             )  # fmt: skip
         # After a fit that was interrupted, the function of that one is still there.
         plain = getattr(model.train_function, "plain", model.train_function)

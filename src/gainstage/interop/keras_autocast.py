@@ -159,7 +159,7 @@ class Autocast:
         loss is finite in float32 alone."""
         own: Any = super()
         given = inspect.signature(own.fit).bind(*args, **kwargs).arguments
-        callbacks = given.get("callbacks") or []
+        callbacks: Any = given.get("callbacks") or []
         known = callbacks.callbacks if hasattr(callbacks, "callbacks") else callbacks
         known = list(known) if isinstance(known, list | tuple) else [known]
         own_step = self._plain.train_step, self._plain.compute_loss_and_updates

@@ -25,7 +25,7 @@ from gainstage.precision.cards import ANY, H100, Card
 from gainstage.precision.float8_product import ProductSpec, multiply, to_operand
 from gainstage.precision.float8_rule import Float8Decision, Sizes, decide, sizes_of
 from gainstage.precision.needs import Need, needs_of
-from gainstage.precision.plan import DTYPES, FLOAT8, FLOAT32, RESULT, Plan
+from gainstage.precision.plan import DTYPES, FLOAT8, RESULT, WIDE, Plan
 from gainstage.precision.policy import (
     Width,
     default,
@@ -236,11 +236,12 @@ def without(fun: Callable[P, R], *rows: str) -> Callable[P, R]:
 def plan_of(fun: Callable[..., Any]) -> Plan | None:
     """The plan of a function from `autocast`, also of one that `functools.partial`, `jax.jit` or
     `functools.wraps` has made of it; None of another."""
-    while fun is not None:
-        plan = getattr(fun, "plan", None)
+    made: Any = fun
+    while made is not None:
+        plan = getattr(made, "plan", None)
         if isinstance(plan, Plan):
             return plan
-        fun = getattr(fun, "func", None) or getattr(fun, "__wrapped__", None)
+        made = getattr(made, "func", None) or getattr(made, "__wrapped__", None)
     return None
 
 
@@ -313,7 +314,7 @@ class Casting(NamedTuple):
 
     def begin(self, program: AnyJaxpr) -> Replay:
         """How one program is computed."""
-        more, instead = ROWS.value, INSTEAD.value
+        more, instead = PLANNED.value, INSTEAD.value
         casting = self if more is None else self._replace(plan=self.plan.with_plan(more))
         if instead is not None:
             return instead.begin(casting, program)
@@ -333,7 +334,7 @@ class Instead(Protocol):
 # What is done instead of casting in a call, to measure it; and a plan whose rows are added to those
 # of each function under autocast. Compiled functions are traced for each.
 INSTEAD: Any = jax.make_user_context(None)
-ROWS: Any = jax.make_user_context(None)
+PLANNED: Any = jax.make_user_context(None)
 
 
 def under_plan(fun: Callable[..., Any], plan: Plan) -> Any:
@@ -342,8 +343,8 @@ def under_plan(fun: Callable[..., Any], plan: Plan) -> Any:
 
     @functools.wraps(fun)
     def planned(*args: Any, **kwargs: Any) -> Any:
-        outer: Plan | None = ROWS.value
-        with ROWS(plan if outer is None else plan.with_plan(outer)):
+        outer: Plan | None = PLANNED.value
+        with PLANNED(plan if outer is None else plan.with_plan(outer)):
             return fun(*args, **kwargs)
 
     result: Any = planned
@@ -415,11 +416,11 @@ class Caster:
         planned = self._planned.get(path, "")
         if eqn.primitive.name == "cond":  # a kernel of `in_half`; others are rebuilt
             self._products += 1
-            return as_written(eqn, values) if planned == FLOAT32 else of_kernel(eqn, values)
+            return as_written(eqn, values) if planned == WIDE else of_kernel(eqn, values)
         call = self.call(eqn, values, path)
         is_product = call.name in PRODUCTS
         self._products += bool(call.floats) and is_product
-        if planned == FLOAT32:
+        if planned == WIDE:
             return measured(call)
         narrowed = self.narrowed_to(call, path)
         if is_product and self.is_in_float8(call, path):
@@ -452,7 +453,7 @@ class Caster:
         planned, own = self._planned.get(path), width(call, self._casting.without)
         if planned == RESULT and own is Width.HALF:
             return Width.RESULT
-        return Width.ALL if planned == FLOAT32 else own
+        return Width.ALL if planned == WIDE else own
 
     def call(self, eqn: JaxprEqn, values: list[Retraced], path: Path) -> Call:
         """An operation with its half-precision dtype: that of the plan, or of its operands."""

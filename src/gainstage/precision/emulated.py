@@ -39,7 +39,7 @@ class Level(enum.IntEnum):
     FLOAT32 = 4
 
 
-class Place(NamedTuple):
+class Rounded(NamedTuple):
     """An operation that autocast may round."""
 
     line: CodeLine
@@ -72,7 +72,7 @@ class Place(NamedTuple):
         return self.times * (ins * (size + unit) + outs * (result + unit))
 
 
-Places = dict[tuple[Path, str], Place]  # by path, and by the key of their line
+Emulations = dict[tuple[Path, str], Rounded]  # by path, and by the key of their line
 
 
 # `(caster, equation, operands, results, path) -> levels below float32, the narrowest first, and
@@ -94,19 +94,19 @@ class Collected:
 
     def __init__(self, levels_of: LevelsOf) -> None:
         self._levels_of = levels_of
-        self.places: Places = {}
+        self.places: Emulations = {}
 
     def begin(self, casting: Casting, program: AnyJaxpr) -> Replay:
         """How one program is computed."""
         caster, lines = Caster(casting, program), code_lines(program)
-        times = {path: _times(eqns) for path, eqns in jaxprs.operations_within(program)}
+        times = {path: _repetitions(eqns) for path, eqns in jaxprs.operations_within(program)}
 
         def compute(eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
             results = caster.compute(eqn, values, path)
             levels, operands = self._levels_of(caster, eqn, values, results, path)
             if levels:
                 line = lines[path]
-                self.places[path, line.key] = Place(line, levels, operands, eqn, times[path])
+                self.places[path, line.key] = Rounded(line, levels, operands, eqn, times[path])
             return results
 
         return Replay(compute, caster.constant)
@@ -136,7 +136,7 @@ def by_rules(
     return (Level.HALF,) * is_half, not of_wide
 
 
-def _times(eqns: Sequence[JaxprEqn]) -> int:
+def _repetitions(eqns: Sequence[JaxprEqn]) -> int:
     """How often an operation is run; a `while` loop counts as one iteration."""
     times = 1
     for eqn in eqns:
@@ -154,7 +154,9 @@ class Emulated:
         room: by how much a number must be below the largest that half precision holds.
     """
 
-    def __init__(self, places: Places, numbers: Mapping[str, int], levels: Any, room: float = 1.0):
+    def __init__(
+        self, places: Emulations, numbers: Mapping[str, int], levels: Any, room: float = 1.0
+    ):
         self._places, self._numbers, self._levels = places, numbers, levels
         self._room = room
 
@@ -201,7 +203,7 @@ class Emulated:
 
     def forget(self) -> None:
         """Forgets the levels, which belong to one trace: JAX keeps this with what it compiled."""
-        self._levels = None
+        self._levels: Any = None
 
     def _rounded(self, x: ArrayLike, dtype: np.dtype) -> jax.Array:
         """An array with the numbers that it has in half precision."""

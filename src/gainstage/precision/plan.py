@@ -22,9 +22,9 @@ VERSION = 3  # of the file
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(jnp.bfloat16)}  # of plans
 FLOAT8 = "float8"  # of a `dot_general` in a plan, and the default with them
 RESULT = "float32 result"  # of a product, with operands in half precision
-FLOAT32 = "float32"
-UNKNOWN = Price(math.nan, math.nan)
-SHOWN = 5  # lines of code that are named for keep_float32
+WIDE = "float32"
+UNMEASURED = Price(math.nan, math.nan)
+MOST_LINES = 5  # lines of code that are named for keep_float32
 
 
 class Operation(NamedTuple):
@@ -83,8 +83,8 @@ class Plan:
         self,
         dtype: str,
         operations: Sequence[Operation] = (),
-        predicted: Price = UNKNOWN,
-        measured: Price = UNKNOWN,
+        predicted: Price = UNMEASURED,
+        measured: Price = UNMEASURED,
         left: float = math.nan,
     ):
         self.dtype: str = dtype
@@ -185,10 +185,10 @@ class Plan:
 
     def lines_to_keep(self) -> str:
         """The lines to put into `keep_float32`, as text; "" if there are none."""
-        wide = (o for o in self.operations if o.dtype in (FLOAT32, RESULT) and o.line)
+        wide = (o for o in self.operations if o.dtype in (WIDE, RESULT) and o.line)
         lines = list(dict.fromkeys(o.code for o in wide))
-        more = f" and {len(lines) - SHOWN} more" * (len(lines) > SHOWN)
-        return f"{', '.join(lines[:SHOWN])}{more}"
+        more = f" and {len(lines) - MOST_LINES} more" * (len(lines) > MOST_LINES)
+        return f"{', '.join(lines[:MOST_LINES])}{more}"
 
     def __str__(self) -> str:
         counts = collections.Counter(operation.dtype for operation in self.operations)
@@ -239,7 +239,7 @@ def _as_json(row: NamedTuple) -> dict[str, Any]:
 
 def _numbers_in(content: dict[str, Any], names: Sequence[str]) -> dict[str, float]:
     """Numbers of a file, which may be None, for NaN."""
-    known: dict[str, Any] = {"inf": math.inf, None: math.nan}
+    known: dict[Any, Any] = {"inf": math.inf, None: math.nan}
     found = {name: known.get(content[name], content[name]) for name in names}
     if not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in found.values()):
         raise ValueError(f"the row {checks.brief(content)}")
@@ -257,7 +257,7 @@ def _operation(row: dict[str, Any]) -> Operation:
     texts = ("name", "line", "text", "layer", "key", "reason")
     are_texts = all(isinstance(getattr(operation, name), str) for name in texts)
     allowed = (
-        FLOAT32, *DTYPES,
+        WIDE, *DTYPES,
         *(RESULT,) * (operation.name in PRODUCTS),
         *(FLOAT8,) * (operation.name == "dot_general"),
     )  # fmt: skip

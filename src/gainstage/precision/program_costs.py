@@ -100,10 +100,11 @@ def bytes_in_half(samples: Samples, fun: Callable[..., Any]) -> float:
     total = 0.0
     for times, eqn in jaxprs.repeated(jax.make_jaxpr(gradients)(samples.arrays[0])):
         if not jaxprs.inner(eqn):
-            each = (v.aval for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape"))
-            total += times * sum(x.size * x.dtype.itemsize for x in each if _is_narrow(x.dtype))
+            every = (v for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "dtype"))
+            each = map(jaxprs.array, every)
+            total += times * sum(x.size * x.dtype.itemsize for x in each if _is_short(x.dtype))
     return total
 
 
-def _is_narrow(dtype: Any) -> bool:
+def _is_short(dtype: Any) -> bool:
     return dtype in DTYPES.values() or dtype.name.startswith(FLOAT8)

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from gainstage._programs.code_lines import CodeLine
 from gainstage._variables.sharding import replicated_like
 from gainstage.precision.autocast import INSTEAD
-from gainstage.precision.emulated import Collected, Emulated, Level, Place, Places
+from gainstage.precision.emulated import Collected, Emulated, Emulations, Level, Rounded
 from gainstage.precision.noise_and_bias import Parts
-from gainstage.precision.plan import FLOAT8, FLOAT32, RESULT, Operation
+from gainstage.precision.plan import FLOAT8, RESULT, WIDE, Operation
 from gainstage.precision.samples import Samples, exact_products
 
 SKETCH = 2**12  # numbers to which a gradient is added up; its norms stay, to a few percent
@@ -55,9 +56,9 @@ class Line:
         places: the operations.
     """
 
-    def __init__(self, places: Sequence[Place]):
-        self.places: Sequence[Place] = places
-        self.code = places[0].line
+    def __init__(self, places: Sequence[Rounded]):
+        self.places: Sequence[Rounded] = places
+        self.code: CodeLine = places[0].line
         found = {level for place in places for level in place.levels}
         self.levels: tuple[Level, ...] = (*sorted(found), Level.FLOAT32)  # at which it may be
 
@@ -70,7 +71,7 @@ class Line:
         """The name of a level, with the half-precision dtype of a plan."""
         names = {
             Level.FLOAT8: FLOAT8, Level.BFLOAT16: "bfloat16", Level.RESULT: RESULT,
-            Level.FLOAT32: FLOAT32,
+            Level.FLOAT32: WIDE,
         }  # fmt: skip
         return names.get(level, "float16" if dtype == FLOAT8 else dtype)
 
@@ -93,8 +94,8 @@ class Emulation:
         self._samples, self._room = samples, room
         with INSTEAD(collected):
             samples.trace()
-        self._places: Places = collected.places
-        lines: dict[str, list[Place]] = {}
+        self._places: Emulations = collected.places
+        lines: dict[str, list[Rounded]] = {}
         for place in self._places.values():
             lines.setdefault(place.line.key, []).append(place)
         self.lines: list[Line] = [Line(places) for places in lines.values()]
@@ -160,7 +161,9 @@ class Emulation:
 def _sketched(x: jax.Array) -> jax.Array:
     """The sketch of an array, also of one that is in shards by its type."""
     if jax.typeof(x).sharding.mesh.explicit_axes:
-        return jax.sharding.auto_axes(_sketch, out_sharding=PartitionSpec())(x)
+        whole: Any = jax.sharding.auto_axes(_sketch, out_sharding=PartitionSpec())
+        found: jax.Array = whole(x)
+        return found
     return _sketch(x)
 
 

@@ -23,7 +23,7 @@ from gainstage.precision.noise_and_bias import (
     Reference,
     error_of,
 )
-from gainstage.precision.plan import DTYPES, FLOAT8, FLOAT32, Operation, Plan
+from gainstage.precision.plan import DTYPES, FLOAT8, WIDE, Operation, Plan
 from gainstage.precision.policy import may_round
 from gainstage.precision.program_costs import bytes_in_half
 from gainstage.precision.samples import MIN_BATCHES, Samples, largest_exponent, samples_of
@@ -149,7 +149,7 @@ def measured_plan(
     if not budget.keeps(plan.measured):
         warn(
             f"Expected {budget}; the plan has {plan.measured.told()}, with "
-            f"{sum(o.dtype != FLOAT32 for o in plan.operations)} lines in half precision or less. "
+            f"{sum(o.dtype != WIDE for o in plan.operations)} lines in half precision or less. "
             f"Some of it may come from what the function itself computes in half precision."
         )
     return plan
@@ -267,7 +267,7 @@ class _Tuner:
         for key, each in found.items():
             pairs = zip(each, exact, strict=True)
             gradients = [share.plus(results).gradients for share, results in pairs]
-            self._shares[key] = _price(reference, gradients, self._sketches, shared)
+            self._shares[key] = _price_of(reference, gradients, self._sketches, shared)
 
     def _is_finite(self, levels: Levels, scale: float = 1.0) -> bool:
         """Whether loss and gradients are finite on all batches at some levels."""
@@ -303,7 +303,7 @@ class _Tuner:
         numbers = others if len(others) > 1 else range(len(self._samples))
         run = self._samples.compiled(under_plan(self._samples.fun, plan))
         found = [run(number, self._scale)[1:] for number in numbers]
-        measured = _price(self._reference, found, self._gradients, numbers)
+        measured = _price_of(self._reference, found, self._gradients, numbers)
         return Plan(self._dtype, rows, self._predicted(levels), measured)
 
     def _share(self, number: int, level: Level) -> Price:
@@ -337,7 +337,7 @@ class _Tuner:
         )
 
 
-def _price(
+def _price_of(
     reference: Reference | None, found: Sequence[Parts], exact: Sequence[Parts], numbers: Any
 ) -> Price:
     """What gradients of some batches cost."""

@@ -32,7 +32,7 @@ ROUNDINGS = 4  # of each parameter, by which a difference may be explained
 CANCELS = 1e-2  # of a gradient: if a rounding of the parameters moves more, its examples cancel
 SAME_LOSS = 1e-3  # the largest relative difference of two losses of one batch
 PARTS = 2, 4, 8  # of the batch, where the float32 side does not fit into memory
-T = TypeVar("T")  # of what is measured
+Found = TypeVar("Found")  # of what is measured
 XRAY_IT = (
     "gs.mend(loss_fn, state, *batch) on such a batch takes the lines that spoil it back into "
     "float32, as train_step does with mend=True. gs.xray(loss_fn, state, *batch) names the "
@@ -320,7 +320,7 @@ def audited(
     return on_a_part_that_fits(lambda part: (audit(part), part), given.batch, part)
 
 
-def on_a_part_that_fits(measure: Callable[[int], T], batch: PyTree, part: int = 1) -> T:
+def on_a_part_that_fits(measure: Callable[[int], Found], batch: PyTree, part: int = 1) -> Found:
     """What is measured on a batch, or on a smaller part of it if that does not fit into memory.
 
     Args:

@@ -23,7 +23,7 @@ from gainstage.training.mending import STEP, mended
 from gainstage.transforms.value_and_grad import LossFunction
 
 ENOUGH = 3  # audits in a row that are a little past a bound
-ADVICE = (
+KEEP = (
     "with gainstage.keep_float32(): around it, or step.plan.save(path), and gainstage.autocast("
     "loss_fn, gainstage.precision.Plan.load(path))."
 )
@@ -79,10 +79,11 @@ class AuditedRun:
         bounds: Bounds,
         *,
         mends: bool = False,
-        advice: str = ADVICE,
+        advice: str = KEEP,
     ) -> None:
         self.loss: LossFunction = loss
-        self._every, self._bounds, self.mends, self._advice = every, bounds, mends, advice
+        self.mends: bool = mends
+        self._every, self._bounds, self._advice = every, bounds, advice
         self._compiled = compiled_audit()
         self._part = 1  # of the batch that is used; 0 if audits are left out
         self._next, self._extra = 0, math.inf  # the steps of the next audits

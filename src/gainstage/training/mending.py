@@ -37,11 +37,11 @@ RESTS = 0.5, 0.1, 0.0  # the parts of the bounds that may be left, as other batc
 BETTER = 0.5  # the part of the error that is left where a mending helps
 TRIES = 4  # choices by the shares for each of these, if they do not add up
 STEP = 2.0**4  # between two loss scales that are tried
-LARGEST = 2.0**24  # loss scale that is tried
+LARGEST_SCALE = 2.0**24  # loss scale that is tried
 TINY = 1e-150  # below which the norm of a gradient is 0
 
 
-Audit = Callable[[LossFunction, Given, int], AuditResult]
+AuditOf = Callable[[LossFunction, Given, int], AuditResult]
 
 
 class Mended(NamedTuple):
@@ -163,7 +163,7 @@ def mended(
     bounds: Bounds,
     before: AuditResult,
     part: int,
-    audit: Audit,
+    audit: AuditOf,
     progress: bool = True,
 ) -> Mended | None:
     """What to take back into float32 on a batch; None if that would not help.
@@ -190,7 +190,7 @@ def _mended_on(
     bounds: Bounds,
     before: AuditResult,
     part: int,
-    audit: Audit,
+    audit: AuditOf,
     progress: bool,
 ) -> Mended | None:
     """As `mended`, on a part of the batch."""
@@ -229,7 +229,7 @@ def _mended_on(
 def _larger_scale(emulation: Emulation, given: Given, bounds: Bounds) -> float:
     """A larger loss scale at which half precision is within the bounds; 0 if there is none."""
     scale, exact = float(np.asarray(given.scale)), emulation.run(emulation.widest, 1.0)
-    while scale < LARGEST:
+    while scale < LARGEST_SCALE:
         scale *= STEP
         found = emulation.run(emulation.narrowest, scale)
         if not found.is_finite:
@@ -296,7 +296,7 @@ class _SharesOfBatch:
 
     def chosen(self, rest: float) -> Levels:
         """The levels that leave a part of the bounds, as predicted and as one run confirms."""
-        limit = rest
+        limit, levels = rest, self._first
         for _ in range(TRIES):
             levels = chosen(self._emulation.lines, self._first, self.left, limit)
             found = self._emulation.run(levels, self._scale)
