@@ -18,6 +18,7 @@ import optax
 from benchmarks.models import attention, cast, dense, normed
 
 HALF = jnp.float16
+of_experts = functools.partial(jnp.einsum, "ecd,edh->ech")  # of their tokens and weights
 Loss = Callable[[Any, Any], jax.Array]  # `(params, batch) -> the mean loss`
 
 
@@ -139,8 +140,13 @@ def nnx_block(width: int, heads: int, rngs: Any, dtype: Any) -> Any:
     return Block()
 
 
-def transformer(large: bool = False, blocks: int = 4, width: int = 64) -> Model:
-    """A decoder in Flax NNX."""
+def transformer(
+    large: bool = False,
+    blocks: int = 4,
+    width: int = 64,
+    change: Callable[[Any], None] = lambda decoder: None,
+) -> Model:
+    """A decoder in Flax NNX, which `change` may alter."""
     from flax import nnx
 
     letters, width, count, length = (1024, 512, 16, 512) if large else (256, width, 16, 64)
@@ -153,6 +159,7 @@ def transformer(large: bool = False, blocks: int = 4, width: int = 64) -> Model:
             self.blocks = nnx.List([nnx_block(width, 4, **same) for _ in range(blocks)])
             self.norm = nnx.LayerNorm(width, **same)
             self.head = nnx.Linear(width, letters, **same)
+            change(self)
 
         def __call__(self, tokens: jax.Array) -> jax.Array:
             x = self.letters(tokens) + self.places(jnp.arange(tokens.shape[1]))
@@ -372,8 +379,13 @@ def vit(large: bool = False) -> Model:
     return Model(wide, params, pictures(count, 32), by_hand)
 
 
-def mixture_of_experts(large: bool = False) -> Model:
-    """Tokens that a router sends to one of four experts with a capacity, in plain JAX."""
+def mixture_of_experts(large: bool = False, up: Callable[..., jax.Array] = of_experts) -> Model:
+    """Tokens that a router sends to one of four experts with a capacity, in plain JAX.
+
+    Args:
+        large: its form for a GPU.
+        up: the first layer of the experts, of tokens and weights.
+    """
     width, tokens, experts = (1024, 8192, 4) if large else (64, 512, 4)
     capacity = tokens // experts * 5 // 4
     rng = np.random.default_rng(0)
@@ -399,7 +411,7 @@ def mixture_of_experts(large: bool = False) -> Model:
         seats = jax.nn.one_hot(place.sum(-1).astype(int), capacity) * 1.0
         dispatch = (chosen[:, :, None] * seats[:, None]).astype(dtype)
         y = jnp.einsum("tec,td->ecd", dispatch, x)
-        y = jax.nn.gelu(jnp.einsum("ecd,edh->ech", y, p["up"]))
+        y = jax.nn.gelu(up(y, p["up"]))
         y = jnp.einsum("ech,ehd->ecd", y, p["down"])
         gate = jnp.max(odds, -1, keepdims=True).astype(dtype)
         x = x + gate * jnp.einsum("tec,ecd->td", dispatch, y)
