@@ -404,6 +404,6 @@ def test_an_array_of_another_library_in_the_batch_is_named():
     """What JAX takes for no array is named, also if NumPy takes it for none."""
     step = gs.train_step(lambda w, x: (w * x).sum())
     with pytest.raises(
-        TypeError, match=r"Expected arrays or numbers .*Tensor object.* `batch\[0\]`"
+        TypeError, match=r"Expected arrays, numbers or models .*Tensor object.* `batch\[0\]`"
     ):
         step(gs.TrainState.create(jnp.ones(3), optax.sgd(0.5)), Tensor())

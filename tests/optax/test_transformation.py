@@ -1145,7 +1145,9 @@ def test_a_string_in_the_batch_is_named():
     state = gs.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
     step = gs.train_step(lambda p, batch: p["w"].sum())
     for wrong in ("token", np.array(["token"])):
-        with pytest.raises(TypeError, match=r"got .*token.* `batch\[0\]\['x'\]`. Bind it to the"):
+        with pytest.raises(
+            TypeError, match=r"got .*token.* `batch\[0\]\['x'\]`. If it is the same"
+        ):
             step(state, {"x": wrong})
 
 

@@ -84,8 +84,15 @@ def partition(tree: Any, kinds: tuple[type, ...] = ARRAYS) -> tuple[list[Any], S
     leaves, structure = jax.tree.flatten(tree)
     if all(issubclass(kind, kinds) for kind in set(map(type, leaves))):
         return leaves, Static.of_arrays(structure)
-    places = tuple(_ARRAY if isinstance(leaf, kinds) else leaf for leaf in leaves)
-    return [leaf for leaf in leaves if isinstance(leaf, kinds)], Static(structure, places)
+    return separated(tree, [isinstance(leaf, kinds) for leaf in leaves])
+
+
+def separated(tree: Any, chosen: Sequence[bool]) -> tuple[list[Any], Static]:
+    """Splits a pytree into the leaves that are chosen, and the rest."""
+    leaves, structure = jax.tree.flatten(tree)
+    each = list(zip(leaves, chosen, strict=True))
+    places = tuple(_ARRAY if is_chosen else leaf for leaf, is_chosen in each)
+    return [leaf for leaf, is_chosen in each if is_chosen], Static(structure, places)
 
 
 def strong(value: npt.ArrayLike) -> jax.Array:

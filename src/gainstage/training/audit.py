@@ -12,12 +12,20 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from gainstage._base import checks
-from gainstage._base.arrays import joined
+from gainstage._base.arrays import Static, joined
 from gainstage._base.checks import as_power
 from gainstage._scaling import gradients
 from gainstage._variables.types import PyTree, Scalar, Using
 from gainstage.precision.autocast import plan_of
-from gainstage.transforms.models import Changeable, Partition, kind_of, split
+from gainstage.transforms.models import (
+    Changeable,
+    Partition,
+    kind_of,
+    map_outside_models,
+    outside_models,
+    split,
+    traced_of,
+)
 from gainstage.transforms.retrace import IS_KEPT
 from gainstage.transforms.step import StateParts, compute_gradients
 from gainstage.transforms.train_state import TrainState
@@ -409,18 +417,20 @@ def of_batch(
     """
     arrays, partition = split(arguments.params, arguments.extra)
     scale, limits = jnp.float32(arguments.scale), np.asarray(bounds, np.float32)
-    found = compiled(loss, partition, part, arrays, arguments.batch, scale, limits)
+    batch, models = traced_of(arguments.batch)
+    found = compiled(loss, partition, part, models, arrays, batch, scale, limits)
     return dataclasses.replace(found, step=arguments.step, bounds=bounds)
 
 
 def compiled_audit() -> Callable[..., Any]:
     """What `of_batch` takes: a compiled function, with a cache of its own."""
-    return jax.jit(functools.partial(_compare), static_argnums=(0, 1, 2))
+    return jax.jit(functools.partial(_compare), static_argnums=(0, 1, 2, 3))
 
 
 def shares_axis(batch: PyTree) -> bool:
-    """Whether all arrays of a batch have a leading axis of one size, which has an eighth."""
-    sizes = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
+    """Whether all arrays of a batch have a leading axis of one size, which has an eighth. Those of
+    models are not of the batch."""
+    sizes = {np.shape(leaf)[0] for _, leaf in outside_models(batch) if np.ndim(leaf)}
     return len(sizes) == 1 and min(sizes) >= PARTS[-1]
 
 
@@ -428,7 +438,7 @@ def first_part(batch: PyTree, part: int) -> PyTree:
     """The first `1 / part` of a batch."""
     if part == 1:
         return batch
-    return jax.tree.map(lambda x: x[: len(x) // part] if jnp.ndim(x) else x, batch)
+    return map_outside_models(lambda x: x[: len(x) // part] if jnp.ndim(x) else x, batch)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -440,13 +450,14 @@ def _compare(
     loss_fn: LossFunction,
     partition: Partition,
     part: int,
+    models: Static | None,
     arrays: list[Any],
     batch: PyTree,
     scale: jax.Array,
     bounds: jax.Array,
 ) -> AuditResult:
     rounding = _rounding_in(loss_fn)
-    batch = first_part(batch, part)
+    batch = first_part(batch if models is None else models.combine(*batch), part)
 
     def side(scale: jax.Array, arrays: list[Any]) -> tuple[jax.Array, PyTree, PyTree]:
         params, extra, _ = partition.combine(arrays)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import default_registry
 
 from gainstage._base import checks
-from gainstage._base.arrays import ARRAYS, buffers, unshared
+from gainstage._base.arrays import ARRAYS, Static, buffers, unshared
 from gainstage._base.dead_run import DeadRunWatch
 from gainstage._base.warn import warn
 from gainstage._scaling.retry_loop import NO_RETRY
@@ -39,7 +39,7 @@ from gainstage.transforms.loss_scaled_state import (
     states_in,
     without_scalars,
 )
-from gainstage.transforms.models import Partition, apply_changes, kind_of, split
+from gainstage.transforms.models import Partition, apply_changes, kind_of, split, traced_of
 from gainstage.transforms.refusals import explain_step, needless_scale
 from gainstage.transforms.step import Step, Taken
 from gainstage.transforms.train_state import TrainState, key_of
@@ -149,8 +149,9 @@ def train_step(
 
     Args:
         loss_fn: a function `(params, *batch)` that returns a scalar loss, or (loss, aux). `params`
-            may be an NNX or Equinox model. For a state with `extra` it is `(params, extra,
-            *batch)`, and returns (loss, extra), or (loss, extra, aux).
+            may be an NNX or Equinox model, and so may an argument of the batch. For a state with
+            `extra` it is `(params, extra, *batch)`, and returns (loss, extra), or (loss, extra,
+            aux).
         has_aux: whether `loss_fn` returns aux.
         using: the function that differentiates, by default as for `value_and_grad`.
         donate: whether a step donates its state, which is then deleted. An array
@@ -305,9 +306,15 @@ class _Program:
     """The compiled program of all states that differ in the values of their arrays alone."""
 
     def __init__(
-        self, step: Step, partition: Partition, donates: bool, shardings: tuple[Any, ...] | None
+        self,
+        step: Step,
+        partition: Partition,
+        donates: bool,
+        shardings: tuple[Any, ...] | None,
+        models: Static | None,
     ):
         self.partition, self.donates, self.shardings = partition, donates, shardings
+        self.models = models  # of the batch: what of them is no array
         lists = partition.lists(range(partition.count))
         opt_state, number = partition.rest.combine(lists.rest)
         kept = {number, *jax.tree.leaves(without_scalars(opt_state)[1])}
@@ -321,6 +328,8 @@ class _Program:
 
         def _run(*given: Any) -> Taken:
             arrays, batch = given[: partition.count], given[partition.count :]
+            if models is not None:
+                batch = models.combine(*batch)
             return step.take(partition, arrays, batch, of_model)
 
         self.run = jax.jit(_run, **options)
@@ -403,9 +412,11 @@ class _CompiledStep:
         opt_state, inside = state.opt_state, is_inside()
         donates = self.options.donates and not reruns() and not inside
         try:
-            known = None if inside else self._known(state, batch, donates)
-            program, arrays, kinds = known or self._prepared(state, batch, donates, inside)
-            arrays, outcome = program.run(*arrays, *batch)
+            values, models = traced_of(batch)
+            known = None if inside else self._known(state, values, models, donates)
+            prepared = known or self._prepared(state, values, models, donates, inside)
+            program, arrays, kinds = prepared
+            arrays, outcome = program.run(*arrays, *values)
         except (TypeError, ValueError, RuntimeError) as error:
             explain_step(error, state, batch)
             raise
@@ -428,7 +439,11 @@ class _CompiledStep:
         return state, outcome.loss, *outcome.aux
 
     def _known(
-        self, state: TrainState[Any], batch: tuple[PyTree, ...], donates: bool
+        self,
+        state: TrainState[Any],
+        batch: Sequence[PyTree],
+        models: Static | None,
+        donates: bool,
     ) -> tuple[_Program, list[Any], frozenset[Any]] | None:
         """The program and the arrays of a state that this step has returned, if nothing of it was
         changed in place, and the batch has none of its arrays and no other mesh; else None."""
@@ -437,7 +452,7 @@ class _CompiledStep:
         step, program, partition, before, arrays, kinds = state._returned
         # `Step.take` returns the partition that it was given, if it is the same.
         repeats = partition is program.partition and program.donates is donates
-        if step is not self or not repeats:
+        if step is not self or not repeats or program.models != models:
             return None
         whole = state.params, state.extra, (state.opt_state, state.step)
         leaves, structure = default_registry.flatten(whole)
@@ -448,7 +463,12 @@ class _CompiledStep:
         return None if moves or program.shares(arrays, others, kinds) else (program, arrays, kinds)
 
     def _prepared(
-        self, state: TrainState[Any], batch: tuple[PyTree, ...], donates: bool, inside: bool
+        self,
+        state: TrainState[Any],
+        batch: Sequence[PyTree],
+        models: Static | None,
+        donates: bool,
+        inside: bool,
     ) -> tuple[_Program, list[Any], frozenset[Any]]:
         """The program for any state, and its arrays, on one mesh and none of them donated twice."""
         opt_state = state.opt_state
@@ -458,7 +478,7 @@ class _CompiledStep:
             opt_state = self._divided(state.params, opt_state, batch)
         whole, partition = self._split(state, (opt_state, jnp.asarray(state.step)))
         arrays, shardings = on_one_mesh(whole, batch)
-        program = self._program_for(partition, donates, shardings)
+        program = self._program_for(partition, donates, shardings, models)
         kinds = program.kinds_of(arrays)
         if donates:
             arrays = _unshared(program, arrays, jax.tree.leaves(batch), state._returned)
@@ -481,15 +501,20 @@ class _CompiledStep:
     def lowered(self, state: TrainState[Any], batch: tuple[PyTree, ...]) -> jax.stages.Lowered:
         """The lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
         arrays, partition = self._split(state, (state.opt_state, state.step))
-        arrays, shardings = on_one_mesh(arrays, batch)
-        program = self._program_for(partition, self.options.donates, shardings)
-        return program.run.lower(*arrays, *batch)
+        values, models = traced_of(batch, _KINDS)
+        arrays, shardings = on_one_mesh(arrays, values)
+        program = self._program_for(partition, self.options.donates, shardings, models)
+        return program.run.lower(*arrays, *values)
 
     def _program_for(
-        self, partition: Partition, donates: bool, shardings: tuple[Any, ...] | None
+        self,
+        partition: Partition,
+        donates: bool,
+        shardings: tuple[Any, ...] | None,
+        models: Static | None,
     ) -> _Program:
         """The program that returns the parameters and the state with these shardings."""
-        key = partition, donates, shardings
+        key = partition, donates, shardings, models
         if key not in self._programs:
             step = Step(self.options.loss, self._tx, self.options.retries)
             self._programs[key] = _Program(step, *key)

@@ -1,6 +1,5 @@
 """What is wrong with a step, as its program shows it: the loss scale once in, and once out."""
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from gainstage._base._jax import JaxprEqn
+from gainstage._base.arrays import ARRAYS
 from gainstage._programs import degrees
 from gainstage._programs.degrees import (
     FREE,
@@ -22,6 +22,7 @@ from gainstage._programs.degrees import (
 from gainstage._programs.places import line_of
 from gainstage._variables.bridge import recorded
 from gainstage._variables.sharding import SUMMED
+from gainstage.transforms.models import traced_of
 from gainstage.transforms.refusals import needless_scale
 
 SOME_LINE = "an unknown line"
@@ -210,14 +211,16 @@ def read_program(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Reading
     if not callable(step):
         raise TypeError(f"Expected a function for step; got {step!r}.")
 
-    @functools.wraps(step, updated=())
-    def run(*args: Any, **kwargs: Any) -> list[jax.Array]:
+    values, models = traced_of((args, kwargs), (*ARRAYS, jax.ShapeDtypeStruct))
+
+    def run(*values: Any) -> list[jax.Array]:
+        args, kwargs = values if models is None else models.combine(*values)
         with recorded(runs_now=True):  # what it assigns to variables is undone
             results = jax.tree.leaves(step(*args, **kwargs))
             return [x for x in results if isinstance(x, jax.Array)]
 
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # which it tells itself
-        program = jax.make_jaxpr(run)(*args, **kwargs)
+        program = jax.make_jaxpr(run)(*values)
     marks = degrees.marks_of(program)
     adapts = next((m for m in marks if m.name == "state" and "fixed" not in m.options), None)
     needless = needless_scale(program) if adapts else None

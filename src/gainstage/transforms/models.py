@@ -8,13 +8,14 @@ import functools
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import treedef_tuple
 
-from gainstage._base.arrays import ARRAYS, Static, partition
+from gainstage._base.arrays import ARRAYS, Static, partition, separated
 from gainstage._variables.types import PyTree, Tree
 
 Model = TypeVar("Model")
@@ -69,7 +70,10 @@ class Equinox(Arrays):
     def value_and_grad(self, fun: Callable[..., Any], /, **options: Any) -> Callable[..., Any]:
         """`equinox.filter_value_and_grad`, which has no argnums."""
         argnums = options.pop("argnums", 0)
-        filtered = functools.partial(_equinox().filter_value_and_grad, **options)
+
+        def filtered(fun: Callable[..., Any]) -> Callable[..., Any]:
+            return _changing_objects(_equinox().filter_value_and_grad, fun, options)
+
         if argnums == 0:
             return filtered(fun)
         numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
@@ -252,6 +256,45 @@ def _split_model(model: PyTree, kinds: tuple[type, ...] = ARRAYS) -> tuple[list[
     return arrays, static
 
 
+# ── models among the arguments ───────────────────────────────────────────────────────────────────
+
+
+def is_model(x: object) -> bool:
+    """Whether a value is a model of a library, or another object of Flax NNX."""
+    return is_node(x) or isinstance(x, getattr(_equinox(), "Module", ()))
+
+
+def outside_models(batch: PyTree) -> list[tuple[Any, Any]]:
+    """The leaves of a batch that belong to no model, with their paths."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_model)
+    return [(path, leaf) for path, leaf in pairs if not is_model(leaf)]
+
+
+def map_outside_models(fun: Callable[[Any], Any], batch: PyTree) -> PyTree:
+    """The batch with `fun(leaf)` in the place of each leaf that belongs to no model."""
+    return jax.tree.map(lambda x: x if is_model(x) else fun(x), batch, is_leaf=is_model)
+
+
+def traced_of(
+    batch: tuple[PyTree, ...], kinds: tuple[type, ...] = ARRAYS
+) -> tuple[Sequence[Any], Static | None]:
+    """What a compiled function takes of a batch, and what it is compiled for: all that is no array
+    in its Equinox models, such as their functions; None if there is nothing."""
+    module = getattr(_equinox(), "Module", ())
+    if not module or all(isinstance(leaf, kinds) for leaf in jax.tree.leaves(batch)):
+        return batch, None
+    nodes = jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, module))
+    if not any(isinstance(node, module) for node in nodes):
+        return batch, None
+    traced = [
+        isinstance(leaf, kinds) or not isinstance(node, module)
+        for node in nodes
+        for leaf in jax.tree.leaves(node)
+    ]
+    arrays, static = separated(batch, traced)
+    return [arrays], static
+
+
 # ── what a call changes ──────────────────────────────────────────────────────────────────────────
 
 
@@ -297,10 +340,45 @@ class Changeable:
         return _nnx().from_flat_state(old) if old else {}
 
 
+def _changing_objects(
+    using: Callable[..., Any], fun: Callable[..., Any], options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """What differentiates a function, `using(fun, **options)`, though it knows no objects of NNX,
+    which only a function that was given them in its own trace may change."""
+
+    def differentiate(*args: PyTree, **kwargs: Any) -> tuple[Any, PyTree]:
+        if not nodes_in((args, kwargs)):
+            return using(fun, **options)(*args, **kwargs)
+
+        def of_copies(*args: PyTree, **kwargs: Any) -> tuple[Any, Any]:
+            objects = Changeable((args, kwargs))
+            args, kwargs = objects.tree
+            found = fun(*args, **kwargs)
+            loss, aux = found if options.get("has_aux") else (found, None)
+            return loss, (aux, objects.changes())
+
+        of_all = using(of_copies, **{**options, "has_aux": True})
+        (loss, (aux, changes)), grads = of_all(*args, **kwargs)
+        apply_changes((args, kwargs), changes)
+        return ((loss, aux) if options.get("has_aux") else loss), grads
+
+    return differentiate
+
+
 def apply_changes(tree: PyTree, changes: PyTree) -> None:
     """Makes changes, which a call has made to a copy of a pytree, to the pytree itself."""
     if changes:
         _nnx().update(nodes_in(tree), changes)
+
+
+def only_integers(changes: PyTree) -> PyTree:
+    """The changes of counts and keys, which no gradient that is not finite can spoil."""
+    pairs = [
+        (at, x)
+        for at, x in (_nnx().to_flat_state(changes) if changes else [])
+        if not any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(x))
+    ]
+    return _nnx().from_flat_state(pairs) if pairs else {}
 
 
 def explain(error: Exception) -> None:

@@ -16,7 +16,7 @@ from gainstage._variables.types import OptState, PyTree, Structure
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from gainstage.transforms.loss_scaled_state import LossScaledState, no_rule_state
-from gainstage.transforms.models import advice_for
+from gainstage.transforms.models import advice_for, outside_models
 
 
 def refuse_others(params: PyTree) -> None:
@@ -174,14 +174,18 @@ def explain_step(error: Exception, state: PyTree, batch: PyTree) -> None:
             ) from error
         dtype = getattr(leaf, "dtype", None)
         kind = getattr(dtype, "kind", "O")
-        is_known = isinstance(leaf, jax.Array | complex | float | int) or kind not in "OSU"
         if "requires real" in str(error) and name.startswith("state.params") and kind in "biu":
             raise TypeError(
                 f"Expected floating parameters; got {dtype} for `{name}`. Pass what is not "
                 f"trained in the batch, or make it floating: jnp.asarray(x, jnp.float32)."
             ) from error
-        if isinstance(error, TypeError) and name.startswith("batch") and not is_known:
+    if not isinstance(error, TypeError):
+        return
+    for path, leaf in outside_models(batch):
+        is_text = getattr(getattr(leaf, "dtype", None), "kind", "O") in "OSU"
+        if is_text and not isinstance(leaf, jax.Array | complex | float | int):
             raise TypeError(
-                f"Expected arrays or numbers in the batch; got {brief(leaf)} for `{name}`. Bind it "
-                f"to the loss: functools.partial(loss_fn, name=value)."
+                f"Expected arrays, numbers or models in the batch; got {brief(leaf)} for "
+                f"`batch{jax.tree_util.keystr(path)}`. If it is the same in all steps, bind it to "
+                f"the loss: functools.partial(loss_fn, name=value)."
             ) from error

@@ -23,7 +23,16 @@ from gainstage.transforms.loss_scaled_state import (
     state_to_scale_by,
     with_first_scale_if_skipped,
 )
-from gainstage.transforms.models import Changeable, Nnx, Partition, apply_changes, kind_of, split
+from gainstage.transforms.models import (
+    Changeable,
+    Nnx,
+    Partition,
+    apply_changes,
+    kind_of,
+    nodes_in,
+    only_integers,
+    split,
+)
 from gainstage.transforms.updates import selected, updated
 from gainstage.transforms.value_and_grad import Backward, LossFunction
 
@@ -37,11 +46,20 @@ class StateParts(NamedTuple):
     step: Any
 
 
+class Beside(NamedTuple):
+    """What a loss has changed of the NNX objects in the batch, as `nnx.State`s."""
+
+    batch: list[Any]
+    before: PyTree
+    after: PyTree
+
+
 class NewExtra(NamedTuple):
-    """What a loss has changed of an NNX model, and of the rest of a state."""
+    """What a loss has changed of an NNX model, of the rest of a state, and of the batch."""
 
     model: PyTree  # the new values, as an `nnx.State`; {} if there are none
     extra: PyTree
+    beside: Beside | None = None
 
 
 def compute_gradients(
@@ -71,6 +89,29 @@ def compute_gradients(
     return backward._replace(extra=NewExtra(model.changes(), backward.extra))
 
 
+def compute_gradients_beside(
+    loss: LossFunction,
+    state: StateParts,
+    scale: jax.Array,
+    batch: Sequence[PyTree],
+    named: Mapping[str, Any],
+) -> Backward:
+    """`compute_gradients`, whose `extra` has what the loss has changed of NNX objects in the batch
+    too: `apply_gradients` changes them if the step is applied. Integers, such as the counts of
+    `nnx.Rngs`, are changed at once, so that no two calls have the same random numbers."""
+    given = tuple(batch), dict(named)
+    objects = Changeable(given)
+    args, kwargs = objects.tree
+    found = compute_gradients(loss, state, scale, args, kwargs)
+    after = objects.changes()
+    if not after:
+        return found
+    apply_changes(given, only_integers(after))
+    extra = found.extra if isinstance(found.extra, NewExtra) else NewExtra({}, found.extra)
+    beside = Beside(nodes_in(given), objects.before(after), after)
+    return found._replace(extra=extra._replace(beside=beside))
+
+
 def apply_gradients(
     tx: optax.GradientTransformationExtraArgs,
     state: StateParts,
@@ -89,11 +130,11 @@ def apply_gradients(
         loss: the true loss, for rules and transformations that measure it.
         options: what else the update takes.
     """
-    model, changes = Changeable(state.params), dict[Any, Any]()
-    if model.has_objects:
-        if not isinstance(extra, NewExtra):
-            raise _no_extra(extra)
-        changes, extra = extra
+    model, changes, beside = Changeable(state.params), dict[Any, Any](), None
+    if isinstance(extra, NewExtra):
+        changes, extra, beside = extra
+    elif model.has_objects:
+        raise _no_extra(extra)
     if extra is None and state.extra is not None:
         raise _no_extra(extra)
     kind = kind_of(state.params)
@@ -108,6 +149,8 @@ def apply_gradients(
     applies = loss_scaled_state(opt_state).applied
     if changes:  # such as running means of batch normalisation
         apply_changes(model.tree, selected(changes, model.before(changes), applies))
+    if beside is not None:
+        apply_changes(beside.batch, selected(beside.after, beside.before, applies))
     params = updated(model.tree, updates, applies)
     if extra is not None:
         extra = selected(extra, jax.tree.map(lambda x: x, state.extra), applies)

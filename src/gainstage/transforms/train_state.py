@@ -41,7 +41,12 @@ from gainstage.transforms.marks import marked
 from gainstage.transforms.models import Changeable, Equinox, Model, apply_changes, kind_of
 from gainstage.transforms.optax_checks import check_transformation
 from gainstage.transforms.refusals import check_leaves, refuse_others
-from gainstage.transforms.step import NewExtra, StateParts, apply_gradients, compute_gradients
+from gainstage.transforms.step import (
+    NewExtra,
+    StateParts,
+    apply_gradients,
+    compute_gradients_beside,
+)
 from gainstage.transforms.updates import step_was_applied
 from gainstage.transforms.value_and_grad import current_scale, loss_function
 
@@ -245,7 +250,9 @@ class TrainState(Generic[Params]):
         Returns:
             A function of the batch that returns `(loss, extra, grads)`, or `(loss, extra, grads,
             aux)`. Give `extra` to `apply_gradients`: it is what the loss has changed, also of an
-            NNX model. The model of the state itself is not changed.
+            NNX model. The model of the state itself is not changed. Nor are the means of a model in
+            the batch, until `apply_gradients` gets this `extra` in the same compiled function and
+            applies the step; random states in the batch go on at once.
 
         Raises:
             TypeError: from the call, `loss_fn` returns something else.
@@ -255,7 +262,7 @@ class TrainState(Generic[Params]):
 
         def true(*batch: Any, **kwargs: Any) -> tuple[Any, ...]:
             factor = marked(scale, "scale")
-            found = compute_gradients(loss, self._parts, factor, batch, kwargs)
+            found = compute_gradients_beside(loss, self._parts, factor, batch, kwargs)
             aux = [found.aux] if has_aux else []
             return found.loss, found.extra, found.true_grads(factor), *aux
 
