@@ -238,3 +238,36 @@ def test_scaled_run_is_bit_equal_to_a_plain_one(name):
         assert scaled_state.applied == (factor == 1.0)
         assert_same((scaled_params, scaled_state.inner), before)
     assert gs.transforms.current_scale(scaled_state) == 2.0**14
+
+
+PER_EXAMPLE = {"dpsgd", "differentially_private_aggregate"}
+
+
+@pytest.mark.as_users
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", list(cases()))
+def test_each_transformation_steps_a_state_as_in_plain_optax(name):
+    """`train_step` gives a transformation what it asks for: after three steps, and one whose loss
+    was inf, the weights are those of plain optax. One for gradients of each example says so."""
+    tx = optax.with_extra_args_support(make(name))
+    params = jax.tree.map(jnp.ones_like, WANTED)
+    if name in PER_EXAMPLE:
+        with pytest.raises(TypeError, match=r"each example.*jax\.vmap\(gainstage\.value_and_grad"):
+            gs.TrainState.create(params, tx)
+        return
+    step, state = gs.train_step(loss, donate=False), gs.TrainState.create(params, tx)
+
+    @jax.jit
+    def plain(params, inner):
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, inner = tx.update(grads, inner, params, **given(name, value, grads))
+        return optax.apply_updates(params, updates), inner
+
+    inner = tx.init(params)
+    for factor in (1.0, 1.0, np.inf, 1.0):
+        state, _ = step(state, factor)
+        assert state.applied == (factor == 1.0)
+        if factor == 1.0:
+            params, inner = plain(params, inner)
+    for found, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)

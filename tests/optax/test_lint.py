@@ -220,7 +220,16 @@ HALF = gs.autocast(squares, loss_scale=2.0**10)
 NORM = of_backward(lambda g: g / jnp.linalg.norm(g))
 SCALED = (W, STATE)
 
+
+def line_search(w, state):
+    tx = gs.loss_scaled(optax.lbfgs())
+    state, half = tx.init(w), gs.autocast(squares)
+    loss, grads = gs.value_and_grad(half, state)(w)
+    return tx.update(grads, state, w, value=loss, grad=grads, value_fn=half)
+
+
 RIGHT = {
+    "a line search in float16": (line_search, SCALED),
     "a loop": (by(lambda g, s: g), SCALED),
     "compiled": (jax.jit(by(lambda g, s: g)), SCALED),
     "clipped by their norm": (by(lambda g, s: g / jnp.maximum(optax.tree.norm(g), 1.0)), SCALED),
@@ -407,13 +416,6 @@ def sam(w, state):
     return tx.update(grads_of(w, state), state, w, grad_fn=lambda w, _: jax.grad(plain)(w))
 
 
-def line_search(w, state):
-    tx = gs.loss_scaled(optax.lbfgs())
-    state, half = tx.init(w), gs.autocast(squares)
-    loss, grads = gs.value_and_grad(half, state)(w)
-    return tx.update(grads, state, w, value=loss, grad=grads, value_fn=half)
-
-
 RULED = gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(2.0**10))
 # What is wrong: (kind, part of the text, step, arguments).
 WRONG = {
@@ -508,7 +510,6 @@ WRONG = {
         of_optimizer(lambda opt, w: opt.apply([jnp.nan_to_num(grads_by_hand(opt, w))], [w])), (),
     ),
     "SAM without the scale": ("plain grad_fn", r"grad_fn=lambda params, i", sam, SCALED),
-    "a line search in float16": ("plain value_fn", "value_fn=lambda", line_search, SCALED),
     "a loss in float32": (
         "needless scale", r"gainstage\.train_step\(gainstage\.autocast\(loss_fn\)\)",
         lambda w, s: TX.update(grads_of(w, s, of_wide_product), s, w), SCALED,

@@ -101,6 +101,7 @@ class ScaledStep:
         checked: Sequence[Any] | None = None,
         loss: jax.Array | None = None,
         apply_if: jax.Array | None = None,
+        is_finite: jax.Array | None = None,
     ) -> StepResult:
         """Reads the gradients, applies the update or skips it, and updates the loss scale.
 
@@ -117,10 +118,13 @@ class ScaledStep:
             loss: the true loss, if it is known.
             apply_if: a bool scalar. If False, the update is skipped; the scale still reacts to the
                 gradients.
+            is_finite: a bool scalar: whether what else the step has computed at this scale is
+                finite. If False, that is an overflow as in the gradients.
         """
         with_norm = state.observed is not None
         arrays = grads if checked is None else checked
         finite, norms, norm = read_gradients(arrays, scale, self.clip, onto, shardings, with_norm)
+        finite = finite if is_finite is None else finite & is_finite
         applies = finite if apply_if is None else finite & apply_if
         step, rule, result = functools.partial(update, norms), self.rule, None
         if self.conditional:

@@ -96,7 +96,8 @@ _TEXTS = {
     "scale thrown away": (
         "{line} chooses between the state before the update at {update} and that after it, so a "
         "lower loss scale is thrown away with the step, and the next one overflows again. Let the "
-        "update choose: tx.update(grads, opt_state, params, apply_if=condition)."
+        "update choose: state.apply_gradients(grads, extra, apply_if=condition), or, without a "
+        "TrainState, tx.update(grads, opt_state, params, apply_if=condition)."
     ),
     "summed": SUMMED.format(at="that is differentiated at {line}", over="{over}"),
     "no use": (
@@ -108,11 +109,6 @@ _TEXTS = {
         "The gradients of grad_fn, computed at {line}, have no loss scale, so small ones are lost. "
         "Write grad_fn=lambda params, i: gainstage.value_and_grad(loss_fn, opt_state)(params, "
         "*batch)[1]."
-    ),
-    "plain value_fn": (
-        "The line search of the update at {update} differentiates a float16 value_fn without a "
-        "loss scale, so small gradients are lost. Write value_fn=lambda params: "
-        "gainstage.autocast(loss_fn, loss_scale=2.0**15)(params, *batch)."
     ),
     "not in proportion": (
         "{name} at {line} does not keep the loss scale of the gradients that pass through it: "
@@ -275,13 +271,9 @@ def _fault(kind: str, state: Mark, at: JaxprEqn | None = None, **names: str) -> 
 
 
 def _of_function(mark: Mark, state: Mark) -> Fault | None:
-    """What is wrong with what `grad_fn` or `value_fn` has returned to an update."""
-    x = mark.value
-    if mark.name == "grad_fn" and _is_plain(x):
-        return _fault("plain grad_fn", state, x.last or mark.eqn)
-    is_differentiated = "jvp(" in str(mark.eqn.source_info.name_stack)
-    if mark.name == "value_fn" and x.half and OWN not in x.through and is_differentiated:
-        return _fault("plain value_fn", state)
+    """What is wrong with what `grad_fn` has returned to an update."""
+    if mark.name == "grad_fn" and _is_plain(mark.value):
+        return _fault("plain grad_fn", state, mark.value.last or mark.eqn)
     return None
 
 

@@ -15,7 +15,7 @@ from gainstage._base._jax import Tracer
 from gainstage._base.arrays import leaves_and_none
 from gainstage._base.warn import warn
 from gainstage._scaling import gradients
-from gainstage._scaling.finite_check import SMALL
+from gainstage._scaling.finite_check import SMALL, all_finite
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._scaling.step_telemetry import check_telemetry
 from gainstage._variables.sharding import (
@@ -50,7 +50,7 @@ from gainstage.transforms.loss_scaled_state import (
 )
 from gainstage.transforms.marks import marked, marked_function
 from gainstage.transforms.models import kind_of
-from gainstage.transforms.optax_checks import check_transformation
+from gainstage.transforms.optax_checks import MissingArgumentError, check_transformation, updated_by
 from gainstage.transforms.plain_gradients import NOT_SCALED, is_plain
 from gainstage.transforms.refusals import (
     cast_state,
@@ -61,6 +61,7 @@ from gainstage.transforms.refusals import (
     wrong_rule,
     wrong_state,
 )
+from gainstage.transforms.self_scaled import scaled_by_itself
 
 NO_LOSS = (
     "This update of gainstage.loss_scaled does not get the loss, which {rule} measures: without it "
@@ -68,6 +69,7 @@ NO_LOSS = (
     "state.apply_gradients(grads, extra, loss=loss), or tx.update(grads, opt_state, params, "
     "value=loss), or take gainstage.DynamicLossScale()."
 )
+FUNCTIONS = {"value_fn", "grad_fn", "obj_fn"}  # which an update may call for more values
 KeyPath = tuple[Any, ...]  # the keys of a leaf in a pytree
 
 
@@ -241,8 +243,12 @@ class ScaledTransformation:
         arrays = [
             g if g is not None and jnp.issubdtype(g.dtype, jnp.inexact) else None for _, g in named
         ]
+        step, is_finite = functools.partial(self._updated, grads, params, extra), None
+        if FUNCTIONS & extra.keys():  # what they return may overflow where the gradients do not
+            found = step(None, state.inner)
+            step, is_finite = lambda norms, inner: found, all_finite(found[0])
         updates, inner, after, _, applied = self._scaling.step(
-            functools.partial(self._updated, grads, params, extra),
+            step,
             ScaledStepState(state.rule_state, state.observed),
             state.inner,
             arrays,
@@ -253,6 +259,7 @@ class ScaledTransformation:
             checked=gradients.behind_barriers(arrays, larger_than=SMALL),
             loss=extra.get("value"),
             apply_if=apply_if,
+            is_finite=is_finite,
         )
         updates = jax.tree.map(
             lambda u: u if u.dtype == float0 else jnp.where(applied, u, -0.0).astype(u.dtype),
@@ -295,7 +302,9 @@ class ScaledTransformation:
                 refuse_other(self._tx, inner, grads, params)
             self._fits |= not inside
         try:
-            updates, new = self._tx.update(grads, inner, params, **extra)
+            updates, new = updated_by(self._tx, grads, inner, params, {"grad": grads, **extra})
+        except MissingArgumentError:
+            raise
         except (TypeError, ValueError) as error:
             refuse_other(self._tx, inner, grads, error=error)
             raise
@@ -329,9 +338,10 @@ class ScaledTransformation:
                 raise cast_state(scale.dtype)
             if loss_scale is None and is_plain(updates, scale, params):
                 warn(NOT_SCALED)
-            for name in ("grad_fn", "value_fn"):
-                if name in extra:
-                    extra[name] = marked_function(extra[name], name)
+            if "grad_fn" in extra:
+                extra["grad_fn"] = marked_function(extra["grad_fn"], "grad_fn")
+            if "value_fn" in extra:
+                extra["value_fn"] = scaled_by_itself(extra["value_fn"], scale)
         if "loss" in self.rule.measures and extra.get("value") is None:
             warn(NO_LOSS.format(rule=type(self.rule).__name__))
 

@@ -18,7 +18,7 @@ def marked(tree: Tree, name: str, *options: str) -> Tree:
         tree: a pytree.
         name: "scale", a loss scale that is read; "state", that of the state of an update; "new",
             that after it; "gradient", what it gets; "by", what it divides by; "own", a gradient of
-            a loss that scales itself; "grad_fn" and "value_fn", what these functions return to a
+            a loss that scales itself; "grad_fn", what such a function returns to a
             transformation; "summed", gradients that JAX sums over devices, with these axes as its
             option; "taken", the decision in the state of an update; "decision", one that
             is asked for.

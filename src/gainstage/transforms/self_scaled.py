@@ -24,9 +24,11 @@ from gainstage._variables.types import P, PyTree, R
 from gainstage.transforms.marks import marked
 from gainstage.transforms.retrace import IS_KEPT, traced
 
+RETRIES = 8
+
 
 def self_scaled(
-    loss_fn: Callable[P, R], scale: float = 2.0**15, *, retries: int = 8
+    loss_fn: Callable[P, R], scale: float = 2.0**15, *, retries: int = RETRIES
 ) -> Callable[P, R]:
     """Returns the same loss, whose backward pass is scaled: true values and true gradients.
 
@@ -75,7 +77,15 @@ def self_scaled(
     if not callable(loss_fn):
         raise TypeError(f"Expected a function for loss_fn; got {loss_fn!r}.")
     scale = checks.loss_scale("scale", scale)
-    retries = checks.integer("retries", retries, low=0)
+    return scaled_by_itself(loss_fn, scale, checks.integer("retries", retries, low=0))
+
+
+def scaled_by_itself(
+    loss_fn: Callable[P, R], scale: float | jax.Array, retries: int = RETRIES
+) -> Callable[P, R]:
+    """`self_scaled`, also for a scale that is traced."""
+    if getattr(loss_fn, "is_self_scaled", False):
+        return loss_fn
 
     def run(program: ClosedJaxpr, inputs: Sequence[Any], arguments: PyTree) -> list[Any]:
         arrays = inputs[1:]  # the scale is the first
@@ -116,7 +126,7 @@ def self_scaled(
 
 @jax.named_scope(SELF_SCALED)
 def _with_own_scale(
-    program: ClosedJaxpr, arrays: Sequence[Any], scale: float, retries: int
+    program: ClosedJaxpr, arrays: Sequence[Any], scale: float | jax.Array, retries: int
 ) -> list[Any]:
     """The results of a program, the first of which is a loss, differentiated as in `self_scaled`.
 

@@ -1,8 +1,9 @@
 """One step of a train state, as pure functions: scale, differentiate, check, update, select."""
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +34,8 @@ from gainstage.transforms.models import (
     only_integers,
     split,
 )
+from gainstage.transforms.optax_checks import MissingArgumentError
+from gainstage.transforms.retrace import IS_KEPT
 from gainstage.transforms.updates import selected, updated
 from gainstage.transforms.value_and_grad import Backward, LossFunction
 
@@ -256,7 +259,14 @@ class Step(NamedTuple):
                 options |= _sharding_options(partition, shardings, grads)
         else:  # others get the gradients first
             grads = gradients.unscale(grads, scale)
-        new = apply_gradients(self.tx, state, grads, backward.extra, backward.loss, **options)
+        step = functools.partial(
+            apply_gradients, self.tx, state, grads, backward.extra, backward.loss, **options
+        )
+        try:
+            new = step()
+        except MissingArgumentError as error:
+            functions = self._functions(state, batch, scale)
+            new = step(**{name: functions[name] for name in error.names if name in functions})
         arrays, after = split(new.params, new.extra, (new.opt_state, new.step))
         if after.params != partition.params:
             raise ValueError(
@@ -272,6 +282,33 @@ class Step(NamedTuple):
         aux = [backward.aux] if self.loss.has_aux else []
         over = summed_over(backward.loss, grads)
         return Taken(arrays, Outcome(backward.loss, aux, changes, spoiled, after, beside, over))
+
+    def _functions(
+        self, state: StateParts, batch: Sequence[PyTree], scale: jax.Array
+    ) -> dict[str, Callable[..., Any]]:
+        """What a transformation may call for more values and gradients on a batch: the loss as it
+        is, the loss in float32, for second derivatives, and its true gradients."""
+        kind, loss = kind_of(state.params), self.loss
+
+        def at(trainable: PyTree) -> StateParts:
+            model = Changeable(state.params).tree
+            new: Any = kind.mapped(lambda old, new: old if new is None else new, model, trainable)
+            return state._replace(params=new)
+
+        def value(trainable: PyTree) -> Any:
+            extra = [] if state.extra is None else [jax.tree.map(lambda x: x, state.extra)]
+            args = (at(trainable).params, *extra, *Changeable(batch).tree)
+            return loss._replace(has_extra=bool(extra)).parts(loss.fun(*args))[0]
+
+        def value_in_float32(trainable: PyTree) -> Any:
+            with IS_KEPT(True):
+                return value(trainable)
+
+        def gradients_at(trainable: PyTree, number: Any) -> PyTree:
+            copy = Changeable(batch).tree
+            return compute_gradients(loss, at(trainable), scale, copy).true_grads(scale)
+
+        return {"value_fn": value, "obj_fn": value_in_float32, "grad_fn": gradients_at}
 
 
 def _sharding_options(

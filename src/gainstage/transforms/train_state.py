@@ -16,6 +16,7 @@ from gainstage._base.checks import brief
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage._variables.types import (
     Aux,
+    Flag,
     OptState,
     Params,
     PyTree,
@@ -39,7 +40,7 @@ from gainstage.transforms.loss_scaled_state import (
 )
 from gainstage.transforms.marks import marked
 from gainstage.transforms.models import Changeable, Equinox, Model, apply_changes, kind_of
-from gainstage.transforms.optax_checks import check_transformation
+from gainstage.transforms.optax_checks import check_transformation, refuse_per_example
 from gainstage.transforms.refusals import check_leaves, refuse_others
 from gainstage.transforms.step import (
     NewExtra,
@@ -120,7 +121,8 @@ class TrainState(Generic[Params]):
             rule, telemetry, underflow_every, shard_state_over: as for `loss_scaled`.
 
         Raises:
-            TypeError: `tx` is not a transformation, or a leaf of `params` or `extra` no array.
+            TypeError: `tx` is not a transformation, or one of the gradients of each example; or a
+                leaf of `params` or `extra` is no array.
             ValueError: `tx` has a loss scale, and `rule` or another argument of it is given too.
         """
         if hasattr(params, "init") and hasattr(params, "update") and not hasattr(tx, "init"):
@@ -156,7 +158,9 @@ class TrainState(Generic[Params]):
                 shard_state_over=shard_state_over,
             )
         extra, step = on_mesh_of(trainable, (extra, jnp.int32(0)))
-        return TrainState(params, scaled.init(trainable), extra, step, scaled)
+        opt_state = scaled.init(trainable)
+        refuse_per_example(opt_state)
+        return TrainState(params, opt_state, extra, step, scaled)
 
     @property
     def loss_scale(self) -> jax.Array:
@@ -269,7 +273,13 @@ class TrainState(Generic[Params]):
         return true
 
     def apply_gradients(
-        self, grads: PyTree, extra: PyTree = None, *, loss: Scalar | None = None
+        self,
+        grads: PyTree,
+        extra: PyTree = None,
+        *,
+        loss: Scalar | None = None,
+        apply_if: Flag | None = None,
+        **asked_for: Any,
     ) -> Self:
         """Returns the state after a step with these gradients, or after a skipped one.
 
@@ -277,6 +287,12 @@ class TrainState(Generic[Params]):
             grads: the true gradients, from `value_and_grad` of this state.
             extra: what `value_and_grad` has returned beside them; needed where it is not None.
             loss: the true loss, for rules and transformations that measure it.
+            apply_if: a bool scalar. False skips the step, as for two states that are to be skipped
+                together, or gradients that are too large. The loss scale moves by the gradients
+                alone, and telemetry counts such a step in `skipped_steps`, and not as an overflow.
+            **asked_for: what else the transformation asks for, such as `value_fn=lambda params:
+                loss_fn(params, *batch)` for the line search of `optax.lbfgs`. A `value_fn` is
+                differentiated with the loss scale, and a step whose update is not finite skipped.
 
         Raises:
             TypeError: `extra` is missing, or of another state.
@@ -284,7 +300,16 @@ class TrainState(Generic[Params]):
                 state.
         """
         return dataclasses.replace(
-            self, **apply_gradients(self._transformation, self._parts, grads, extra, loss)._asdict()
+            self,
+            **apply_gradients(
+                self._transformation,
+                self._parts,
+                grads,
+                extra,
+                loss,
+                **({} if apply_if is None else {"apply_if": apply_if}),
+                **asked_for,
+            )._asdict(),
         )
 
     @property
