@@ -116,10 +116,10 @@ def is_first(axes: Iterable[str]) -> jax.Array:
     return functools.reduce(jnp.logical_and, firsts, jnp.array(True))
 
 
-def varying_axes(x: ArrayLike) -> frozenset[str]:
-    """Inside `jax.shard_map`: the mesh axes along which an array varies; none with
-    `check_vma=False`, where JAX does not know."""
-    kind = jax.typeof(x)
+def varying_axes(x: Any) -> frozenset[str]:
+    """Inside `jax.shard_map`: the mesh axes along which an array, or a `jax.ShapeDtypeStruct`,
+    varies; none with `check_vma=False`, where JAX does not know."""
+    kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     axes = getattr(getattr(kind, "manual_axis_type", None), "varying", getattr(kind, "vma", ()))
     return frozenset(axes)
 
@@ -149,7 +149,7 @@ def summed_over(loss: ArrayLike, params: PyTree) -> str:
     return repr(found[0] if len(found) == 1 else tuple(found)) if found else ""
 
 
-def varying_like(tree: Tree, arrays: Iterable[ArrayLike]) -> Tree:
+def varying_like(tree: Tree, arrays: Iterable[Any]) -> Tree:
     """A pytree of arrays, cast to a type that varies wherever one of `arrays` does. Initial values
     of loops and branches that read `arrays` need it."""
     axes = frozenset().union(*map(varying_axes, arrays))

@@ -27,7 +27,7 @@ from gainstage.transforms.models import (
     traced_of,
 )
 from gainstage.transforms.retrace import IS_KEPT
-from gainstage.transforms.step import StateParts, compute_gradients
+from gainstage.transforms.step_gradients import StateParts, compute_gradients
 from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.value_and_grad import LossFunction
 

@@ -39,6 +39,7 @@ from gainstage.transforms.loss_scaled_state import (
     states_in,
     without_scalars,
 )
+from gainstage.transforms.microbatches import Microbatches
 from gainstage.transforms.models import Partition, apply_changes, kind_of, split, traced_of
 from gainstage.transforms.refusals import explain_step, needless_scale
 from gainstage.transforms.step import Step, Taken
@@ -63,6 +64,8 @@ def train_step(
     using: Using | None = ...,
     donate: bool = True,
     retries: int = 0,
+    microbatches: int = 1,
+    weight: Callable[..., Scalar] | None = None,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
     mend: bool = False,
@@ -77,6 +80,8 @@ def train_step(
     using: Using | None = ...,
     donate: bool = True,
     retries: int = 0,
+    microbatches: int = 1,
+    weight: Callable[..., Scalar] | None = None,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
     mend: bool = False,
@@ -91,6 +96,8 @@ def train_step(
     using: Using | None = ...,
     donate: bool = True,
     retries: int = 0,
+    microbatches: int = 1,
+    weight: Callable[..., Scalar] | None = None,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
     mend: bool = False,
@@ -105,6 +112,8 @@ def train_step(
     using: Using | None = ...,
     donate: bool = True,
     retries: int = 0,
+    microbatches: int = 1,
+    weight: Callable[..., Scalar] | None = None,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
     mend: bool = False,
@@ -119,6 +128,8 @@ def train_step(
     using: Using | None = ...,
     donate: bool = True,
     retries: int = 0,
+    microbatches: int = 1,
+    weight: Callable[..., Scalar] | None = None,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
     mend: bool = False,
@@ -136,6 +147,8 @@ def train_step(
     using: Using | None = None,
     donate: bool = True,
     retries: int = 0,
+    microbatches: int = 1,
+    weight: Callable[..., Scalar] | None = None,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
     mend: bool = False,
@@ -165,6 +178,16 @@ def train_step(
             the loss is not finite, or the rule keeps its scale. If none is applied, the scale is
             that after one skipped step. The telemetry counts `retried_steps`. No copy of parameters
             or batch is made for it. With retries, the host reads one bit at each step on a GPU.
+        microbatches: an integer >= 1 that divides the leading axis of the batch: so many parts are
+            computed one after the other, with the memory of one, for one check and one update. Part
+            `i` has the examples `i`, `i + microbatches` and so on, so each device keeps its own.
+            The loss and its gradients are means over the parts, in float32. What a part changes of
+            `extra`, of an NNX model or of a model in the batch is what the next one starts from.
+            Scalars and models of the batch go to each part whole; a typed key is split. Aux has a
+            leading axis of the parts. Audits compare the first part.
+        weight: a function `(*part)` of a microbatch that returns what it counts in the mean, such
+            as its number of tokens, a scalar; None for parts that count alike. A part of weight 0
+            counts nothing, even if its loss is NaN.
         audit_every: an integer >= 1: the steps after 0, 1, 3, 10, 30, 100 and so on, and then each
             that many, are compared with float32 before they are taken, as by `gainstage.audit`;
             None for no audits. An audit is a program of its own, so other steps are what they are
@@ -189,13 +212,14 @@ def train_step(
         the program, also for `jax.ShapeDtypeStruct` arguments.
 
     Raises:
-        TypeError: `loss_fn` is not callable, or has a `loss_scale` of its own, `donate` or `mend`
-            is not a bool, or `retries` or `audit_every` not a number; from `step`, the first
-            argument is no `TrainState`, or the loss or a parameter no array.
-        ValueError: `retries` is not an integer >= 0, `audit_every` none >= 1, or `audit_bounds` are
-            out of range; `mend` without `audit_every`; `audit_every` is given, and `loss_fn` is not
-            from `autocast`; from `step`, a transformation around `loss_scaled` could hide an
-            overflow.
+        TypeError: `loss_fn` or `weight` is not callable, or `loss_fn` has a `loss_scale` of its
+            own, `donate` or `mend` is not a bool, or `retries`, `microbatches` or `audit_every` not
+            a number; from `step`, the first argument is no `TrainState`, or the loss or a parameter
+            no array.
+        ValueError: `retries` is not an integer >= 0, `microbatches` or `audit_every` none >= 1, or
+            `audit_bounds` are out of range; `mend` without `audit_every`; `audit_every` is given,
+            and `loss_fn` is not from `autocast`; from `step`, a transformation around `loss_scaled`
+            could hide an overflow, or `microbatches` does not divide the batch.
 
     Examples:
         >>> import gainstage as gs
@@ -213,6 +237,12 @@ def train_step(
     loss = loss_function("loss_fn", loss_fn, has_aux, using, "train_step", advice)
     donates = checks.flag("donate", donate)
     retries = checks.integer("retries", retries, low=0)
+    count = checks.integer("microbatches", microbatches, low=1)
+    if weight is not None and not callable(weight):
+        raise TypeError(
+            f"Expected a function of a microbatch for weight, such as weight=lambda x, y, mask: "
+            f"mask.sum(); got {checks.brief(weight)}."
+        )
     bounds = checked_bounds("audit_bounds", audit_bounds)
     audits, mends = None, checks.flag("mend", mend)
     if mends and audit_every is None:
@@ -224,7 +254,7 @@ def train_step(
         every = checks.integer("audit_every", audit_every, low=1)
         check_cast("loss_fn", loss_fn, "train_step(gs.autocast(loss_fn), audit_every=...)")
         audits = AuditedRun(loss, every, bounds, mends=mends)
-    step: Any = TrainStep(_Options(loss, donates, retries), audits)
+    step: Any = TrainStep(_Options(loss, donates, retries, Microbatches(count, weight)), audits)
     return step
 
 
@@ -234,6 +264,7 @@ class _Options(NamedTuple):
     loss: LossFunction
     donates: bool
     retries: int
+    microbatches: Microbatches
     is_mended: bool = False  # whether the loss is another one than at first
 
 
@@ -392,7 +423,8 @@ class _CompiledStep:
 
         def given() -> Given:
             scale = state_to_scale_by(opt_state).rule_state.scale
-            return Given(state.params, state.extra, batch, scale, state.step, self._lowest)
+            part = self.options.microbatches.part(batch, 0)
+            return Given(state.params, state.extra, part, scale, state.step, self._lowest)
 
         try:
             if audits is None:
@@ -516,7 +548,8 @@ class _CompiledStep:
         """The program that returns the parameters and the state with these shardings."""
         key = partition, donates, shardings, models
         if key not in self._programs:
-            step = Step(self.options.loss, self._tx, self.options.retries)
+            options = self.options
+            step = Step(options.loss, self._tx, options.retries, options.microbatches)
             self._programs[key] = _Program(step, *key)
         return self._programs[key]
 

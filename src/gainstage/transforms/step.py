@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,95 +23,20 @@ from gainstage.transforms.loss_scaled_state import (
     state_to_scale_by,
     with_first_scale_if_skipped,
 )
+from gainstage.transforms.microbatches import Microbatches, gradients_of_parts
 from gainstage.transforms.models import (
     Changeable,
     Nnx,
     Partition,
     apply_changes,
     kind_of,
-    nodes_in,
-    only_integers,
     split,
 )
 from gainstage.transforms.optax_checks import MissingArgumentError
 from gainstage.transforms.retrace import IS_KEPT
+from gainstage.transforms.step_gradients import NewExtra, StateParts
 from gainstage.transforms.updates import selected, updated
 from gainstage.transforms.value_and_grad import Backward, LossFunction
-
-
-class StateParts(NamedTuple):
-    """What a step changes of a `TrainState`."""
-
-    params: PyTree
-    opt_state: OptState
-    extra: PyTree
-    step: Any
-
-
-class Beside(NamedTuple):
-    """What a loss has changed of the NNX objects in the batch, as `nnx.State`s."""
-
-    batch: list[Any]
-    before: PyTree
-    after: PyTree
-
-
-class NewExtra(NamedTuple):
-    """What a loss has changed of an NNX model, of the rest of a state, and of the batch."""
-
-    model: PyTree  # the new values, as an `nnx.State`; {} if there are none
-    extra: PyTree
-    beside: Beside | None = None
-
-
-def compute_gradients(
-    loss: LossFunction,
-    state: StateParts,
-    scale: jax.Array,
-    batch: Sequence[PyTree],
-    named: Mapping[str, Any] | None = None,
-) -> Backward:
-    """The first half of a step: the loss and its scaled gradients. The model is not changed; what
-    the loss has changed of it is in `extra`.
-
-    Args:
-        loss: what is differentiated.
-        state: the state before the step.
-        scale: the loss scale.
-        batch, named: what the loss takes beside the state.
-    """
-    model, loss = Changeable(state.params), loss._replace(has_extra=state.extra is not None)
-    # A copy: Equinox refuses a `State` that was used once.
-    extra = [jax.tree.map(lambda x: x, state.extra)] if loss.has_extra else []
-    arguments = (model.tree, *extra, *batch)
-    _check_arguments(loss, arguments, named or {})
-    backward = loss.backward(scale, arguments, named)
-    if not model.has_objects:
-        return backward
-    return backward._replace(extra=NewExtra(model.changes(), backward.extra))
-
-
-def compute_gradients_beside(
-    loss: LossFunction,
-    state: StateParts,
-    scale: jax.Array,
-    batch: Sequence[PyTree],
-    named: Mapping[str, Any],
-) -> Backward:
-    """`compute_gradients`, whose `extra` has what the loss has changed of NNX objects in the batch
-    too: `apply_gradients` changes them if the step is applied. Integers, such as the counts of
-    `nnx.Rngs`, are changed at once, so that no two calls have the same random numbers."""
-    given = tuple(batch), dict(named)
-    objects = Changeable(given)
-    args, kwargs = objects.tree
-    found = compute_gradients(loss, state, scale, args, kwargs)
-    after = objects.changes()
-    if not after:
-        return found
-    apply_changes(given, only_integers(after))
-    extra = found.extra if isinstance(found.extra, NewExtra) else NewExtra({}, found.extra)
-    beside = Beside(nodes_in(given), objects.before(after), after)
-    return found._replace(extra=extra._replace(beside=beside))
 
 
 def apply_gradients(
@@ -200,11 +124,13 @@ class Step(NamedTuple):
         loss: what is differentiated.
         tx: the transformation.
         retries: as for `train_step`.
+        microbatches: how a batch is divided.
     """
 
     loss: LossFunction
     tx: optax.GradientTransformationExtraArgs
     retries: int = 0
+    microbatches: Microbatches = Microbatches()
 
     def take(
         self,
@@ -249,9 +175,8 @@ class Step(NamedTuple):
         """A step without retries."""
         params, extra, (opt_state, step) = partition.combine(arrays)
         state = StateParts(params, opt_state, extra, step)
-        objects = Changeable(batch)
         scale = state_to_scale_by(opt_state).rule_state.scale
-        backward = compute_gradients(self.loss, state, scale, objects.tree)
+        backward, changes = gradients_of_parts(self.loss, state, scale, batch, self.microbatches)
         grads, options = backward.grads, dict[str, Any]()
         if isinstance(opt_state, LossScaledState):
             options["loss_scale"] = scale
@@ -275,9 +200,9 @@ class Step(NamedTuple):
             )
         if after == partition:
             after = partition  # the same object, which `train_step` compares by `is`
-        applies, changes = loss_scaled_state(new.opt_state).applied, objects.changes()
+        applies = loss_scaled_state(new.opt_state).applied
         if changes:
-            changes = selected(changes, objects.before(changes), applies)
+            changes = selected(changes, Changeable(batch).before(changes), applies)
         beside, spoiled = _spoiled(backward, extra, applies)
         aux = [backward.aux] if self.loss.has_aux else []
         over = summed_over(backward.loss, grads)
@@ -288,7 +213,7 @@ class Step(NamedTuple):
     ) -> dict[str, Callable[..., Any]]:
         """What a transformation may call for more values and gradients on a batch: the loss as it
         is, the loss in float32, for second derivatives, and its true gradients."""
-        kind, loss = kind_of(state.params), self.loss
+        kind, loss, parts = kind_of(state.params), self.loss, self.microbatches
 
         def at(trainable: PyTree) -> StateParts:
             model = Changeable(state.params).tree
@@ -296,17 +221,24 @@ class Step(NamedTuple):
             return state._replace(params=new)
 
         def value(trainable: PyTree) -> Any:
-            extra = [] if state.extra is None else [jax.tree.map(lambda x: x, state.extra)]
-            args = (at(trainable).params, *extra, *Changeable(batch).tree)
-            return loss._replace(has_extra=bool(extra)).parts(loss.fun(*args))[0]
+            def of_part(number: Any) -> Any:
+                extra = [] if state.extra is None else [jax.tree.map(lambda x: x, state.extra)]
+                part = Changeable(parts.part(batch, number)).tree
+                result = loss.fun(at(trainable).params, *extra, *part)
+                return loss._replace(has_extra=bool(extra)).parts(result)[0]
+
+            if parts.count == 1:
+                return of_part(0)
+            each = jax.lax.map(of_part, jnp.arange(parts.count))
+            return (parts.shares(batch) * gradients.upcast(each)).sum()
 
         def value_in_float32(trainable: PyTree) -> Any:
             with IS_KEPT(True):
                 return value(trainable)
 
         def gradients_at(trainable: PyTree, number: Any) -> PyTree:
-            copy = Changeable(batch).tree
-            return compute_gradients(loss, at(trainable), scale, copy).true_grads(scale)
+            found, _ = gradients_of_parts(loss, at(trainable), scale, batch, parts)
+            return found.true_grads(scale)
 
         return {"value_fn": value, "obj_fn": value_in_float32, "grad_fn": gradients_at}
 
@@ -351,34 +283,6 @@ def _is_spoiled(x: jax.Array) -> jax.Array:
 
 
 # ── what a user can get wrong ────────────────────────────────────────────────────────────────────
-
-
-def _check_arguments(loss: LossFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises a TypeError for a loss that takes other arguments than it is given."""
-    try:
-        inspect.signature(loss.fun).bind(*args, **kwargs)
-    except ValueError:  # it has no signature
-        return
-    except TypeError as error:
-        names = "params, extra, *batch" if loss.has_extra else "params, *batch"
-        if len(args) == 2 + loss.has_extra and isinstance(args[-1], tuple | list | dict):
-            advice = (
-                "Take a batch that is a dict as one argument, loss_fn(params, batch), or pass its "
-                "values: step(state, batch['x'], batch['y'])."
-                if isinstance(args[-1], dict)
-                else f"Unpack a batch that is a {type(args[-1]).__name__}: step(state, *batch)."
-            )
-        elif loss.has_extra:
-            advice = "Take the extra of the state as the second argument."
-        else:
-            advice = (
-                "A loss that takes an extra needs a state that has one: "
-                "gainstage.TrainState.create(params, tx, extra=extra)."
-            )
-        raise TypeError(
-            f"Expected a loss_fn of ({names}), here of {len(args)} arguments; got one to which "
-            f"this applies: {error}. {advice}"
-        ) from error
 
 
 def _no_extra(extra: object) -> InvalidArgumentError:

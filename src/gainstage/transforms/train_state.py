@@ -42,12 +42,8 @@ from gainstage.transforms.marks import marked
 from gainstage.transforms.models import Changeable, Equinox, Model, apply_changes, kind_of
 from gainstage.transforms.optax_checks import check_transformation, refuse_per_example
 from gainstage.transforms.refusals import check_leaves, refuse_others
-from gainstage.transforms.step import (
-    NewExtra,
-    StateParts,
-    apply_gradients,
-    compute_gradients_beside,
-)
+from gainstage.transforms.step import apply_gradients
+from gainstage.transforms.step_gradients import NewExtra, StateParts, compute_gradients_beside
 from gainstage.transforms.updates import step_was_applied
 from gainstage.transforms.value_and_grad import current_scale, loss_function
 
