@@ -41,7 +41,6 @@ SCALES = tuple(2.0**exponent for exponent in range(15, -16, -3))
 UNTIL = 40  # steps within which a fault must be mended
 OTHERS = 20  # batches
 FILE = Path(mending_planted.__file__).name
-IN_KERAS = "prices in Keras"
 NOT_A_MODEL = "features with an offset (NNX)"  # which is a report here
 
 
@@ -176,11 +175,11 @@ class Mending(NamedTuple):
     told: list[str]
 
 
-def first_mending(run: Run) -> Mending | None:
+def first_mending(run: Run, audit_every: int = 100) -> Mending | None:
     """Trains until the run is mended; None if it never is."""
     batches = [run.batch(seed) for seed in range(run.count)]
     state = new_state(run, is_scaled=run.dtype == "float16")
-    step = gs.train_step(gs.autocast(run.loss, run.dtype), audit_every=100, mend=True)
+    step = gs.train_step(gs.autocast(run.loss, run.dtype), audit_every=audit_every, mend=True)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for number in range(run.steps):
@@ -257,7 +256,11 @@ def reports(is_quick: bool, found: Any) -> Rows:
         return compared(run, audit_every=20)
 
     rows: Rows = {name: functools.partial(row, make) for name, make in REPORTS.items()}
-    return rows | {IN_KERAS: lambda: prices_in_keras(2 if is_quick else 20)}
+    epochs = 2 if is_quick else 20
+    return rows | {
+        f"{page.PRICES}, seed {seed}": functools.partial(prices_in_keras, seed, epochs)
+        for seed in range(3)
+    }
 
 
 def models(is_quick: bool, found: Any) -> Rows:
@@ -279,8 +282,31 @@ def planted(is_quick: bool, found: Any) -> Rows:
     return {", ".join(row): functools.partial(mended_fault, *row) for row in chosen}
 
 
+def batches(is_quick: bool, found: Any) -> Rows:
+    """What was mended in the other parts, on batches that the mending has not seen."""
+
+    def mended(make: Callable[[], Run], options: dict[str, Any]) -> dict[str, Any]:
+        run = make()
+        mending = first_mending(run, **options)
+        return on_other_batches(run, mending.plan.to_json(), mending.number)
+
+    def fault(name: str, host: str, dtype: str) -> Run:
+        return run_of(HOSTS[host](FAULTS[name]), dtype, UNTIL)
+
+    rows: Rows = {}
+    for name, row in found["reports"].items():
+        if row["plan"] and name in REPORTS:
+            options = {"audit_every": 20}
+            rows[f"{name}, {row['dtype']}"] = functools.partial(mended, REPORTS[name], options)
+    for name, row in found["planted"].items():
+        if row.get("plan"):
+            make = functools.partial(fault, *name.split(", "))
+            rows[name] = functools.partial(mended, make, {})
+    return dict(itertools.islice(rows.items(), 0, None, 15 if is_quick else 1))
+
+
 PARTS: dict[str, Callable[[bool, Any], Rows]] = {
-    "reports": reports, "models": models, "planted": planted,
+    "reports": reports, "models": models, "planted": planted, "batches": batches,
 }  # fmt: skip
 
 

@@ -117,17 +117,25 @@ def years(seed: int) -> Run:
     return Run(model.loss, model.params, batch, optax.adam(1e-3), 300, "bfloat16", 30)
 
 
-def prices_in_keras(epochs: int = 20) -> dict[str, Any]:
-    """Prices as they are, in `fit` of Keras: what `a_run_mends_itself.compared` returns."""
+def prices_in_keras(seed: int, epochs: int = 20) -> dict[str, Any]:
+    """Prices as they are, in `fit` of Keras.
+
+    Args:
+        seed: of the data and of the weights.
+        epochs: their number.
+
+    Returns:
+        What `a_run_mends_itself.compared` returns.
+    """
     import keras
 
     import gainstage.interop.keras as half
 
-    x = np.random.default_rng(0).standard_normal((2048, 12))
+    x = np.random.default_rng(seed).standard_normal((2048, 12))
     y = 2e5 + 5e4 * np.tanh(x[:, :1])
 
     def built() -> Any:
-        keras.utils.set_random_seed(0)
+        keras.utils.set_random_seed(seed)
         dense = keras.layers.Dense
         layers = [keras.Input((12,)), dense(128, "relu"), dense(128, "relu"), dense(1)]
         return keras.Sequential(layers)
