@@ -1155,12 +1155,13 @@ def test_a_donated_argument_says_how_to_keep_it():
     """What an earlier step has donated of a state is named, with the remedy."""
     old = gs.TrainState.create({"w": jnp.ones(3)}, optax.adam(0.1), extra={"m": jnp.zeros(3)})
     step = gs.train_step(lambda p, extra: (p["w"].sum(), {"m": extra["m"] + 1}))
+    kept = old.params, old.extra
     new, _ = step(old)
     for name, given in (
         ("params", old),
-        ("params", new.replace(params=old.params)),
+        ("params", new.replace(params=kept[0])),
         ("opt_state", new.replace(opt_state=old.opt_state)),
-        ("extra", new.replace(extra=old.extra)),
+        ("extra", new.replace(extra=kept[1])),
     ):
         with pytest.raises(ValueError, match=rf"`state\.{name}.*` was donated .* donate=False"):
             step(given)

@@ -43,7 +43,7 @@ from gainstage.transforms.microbatches import Microbatches
 from gainstage.transforms.models import Partition, apply_changes, kind_of, split, traced_of
 from gainstage.transforms.refusals import explain_step, needless_scale
 from gainstage.transforms.step import Step, Taken
-from gainstage.transforms.train_state import TrainState, key_of
+from gainstage.transforms.train_state import TrainState, forget_donated, key_of
 from gainstage.transforms.value_and_grad import LossFunction, current_scale, loss_function
 
 DRIFTS = (
@@ -452,6 +452,8 @@ class _CompiledStep:
         except (TypeError, ValueError, RuntimeError) as error:
             explain_step(error, state, batch)
             raise
+        if program.donated:
+            forget_donated(state)
         if outcome.changes:
             apply_changes(batch, outcome.changes)
         if outcome.summed:

@@ -188,6 +188,12 @@ class ScaledTransformation:
         # What decides what it does: two that are made alike of one `tx` do the same.
         self.key: tuple[Any, ...] = (self._tx, self.rule, telemetry, every, over)
 
+    def around(self, tx: Transformation) -> optax.GradientTransformationExtraArgs:
+        """Another transformation with the same loss scale and telemetry around it."""
+        _, _, telemetry, every, over = self.key
+        rule = self.rule if self._is_chosen else None
+        return ScaledTransformation(tx, rule, telemetry, every, over=over).as_optax()
+
     def as_optax(self) -> optax.GradientTransformationExtraArgs:
         """The transformation of optax, whose `update` is a method of this object."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)

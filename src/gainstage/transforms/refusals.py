@@ -170,7 +170,8 @@ def explain_step(error: Exception, state: PyTree, batch: PyTree) -> None:
         if "deleted" in str(error) and not alive:
             raise ValueError(
                 f"`{name}` was donated to an earlier step and deleted. Pass on what that step "
-                f"returned, or create the step with train_step(..., donate=False)."
+                f"returned. For a state to keep, write best = state.copy() before the step, or "
+                f"create the step with train_step(..., donate=False)."
             ) from error
         dtype = getattr(leaf, "dtype", None)
         kind = getattr(dtype, "kind", "O")

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Self, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from gainstage._variables.types import (
     Using,
 )
 from gainstage.rules.loss_scale import Rule
+from gainstage.transforms.kept_moments import kept
 from gainstage.transforms.loss_scaled import (
     loss_scaled,
     on_mesh_of,
@@ -48,7 +49,7 @@ from gainstage.transforms.updates import step_was_applied
 from gainstage.transforms.value_and_grad import current_scale, loss_function
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TrainState(Generic[Params]):
     """Parameters, the state of their optimizer with the loss scale, and all that a skipped step
     keeps.
@@ -222,6 +223,45 @@ class TrainState(Generic[Params]):
         opt_state = with_scale(state.opt_state, loss_scale)
         return dataclasses.replace(state, opt_state=opt_state)
 
+    def copy(self) -> Self:
+        """Returns the same state in memory of its own, which no step of this one donates: the best
+        of a run, or one to go back to."""
+        copied: Any = jax.tree.map(jnp.copy, self)
+        return copied
+
+    def with_params(self, params: Model, tx: Transformation | None = None) -> "TrainState[Model]":
+        """Returns a state that goes on with other parameters: more of them, fewer, or merged ones.
+
+        `extra`, `step`, the loss scale, the counts of the optimizer and the numbers of the
+        telemetry stay, and so do the moments of each parameter that keeps its name and shape, or
+        that is the same array under another name. All other moments are those of a new state.
+
+        Args:
+            params: a pytree of arrays, or a model of Flax NNX or Equinox.
+            tx: another transformation of optax, with the loss scale and telemetry of this state
+                around it, or one of `loss_scaled`; None for the same one.
+
+        Raises:
+            TypeError: as from `create`.
+
+        Examples:
+            >>> import gainstage as gs
+            >>> import jax.numpy as jnp, optax
+            >>> state = gs.TrainState.create({"head": jnp.ones(2)}, optax.adam(0.1))
+            >>> state, _ = gs.train_step(lambda p: (p["head"] ** 2).sum())(state)
+            >>> whole = state.with_params(state.params | {"body": jnp.zeros(2)})
+            >>> print(whole.step, whole.opt_state.inner[0].mu)
+            1 {'body': Array([0., 0.], dtype=float32), 'head': Array([0.2, 0.2], dtype=float32)}
+        """
+        scaled = transformation_of(self._transformation)
+        if tx is None:
+            tx = self._transformation
+        elif scaled and not _has_scale(tx, kind_of(params).trainable(params)):
+            tx = scaled.around(tx)
+        new = TrainState.create(params, tx)
+        opt_state = kept(self.opt_state, self.params, new.opt_state, params)
+        return dataclasses.replace(new, opt_state=opt_state, extra=self.extra, step=self.step)
+
     @overload
     def value_and_grad(
         self,
@@ -312,17 +352,38 @@ class TrainState(Generic[Params]):
     def _parts(self) -> StateParts:
         return StateParts(self.params, self.opt_state, self.extra, self.step)
 
+    if not TYPE_CHECKING:  # a checker would take every name for an attribute
+
+        def __getattr__(self, name):
+            """What `forget_donated` has left out is an error with what to do."""
+            if name in _DONATED:
+                raise ValueError(
+                    f"`state.{name}` was donated to an earlier step and deleted. Pass on what that "
+                    f"step returned. For a state to keep, write best = state.copy() before the "
+                    f"step, or create the step with train_step(..., donate=False)."
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        fields = {**{name: "donated" for name in _DONATED}, **vars(self)}
+        return f"TrainState({', '.join(f'{n}={fields[n]!r}' for n in (*_FIELDS, 'tx'))})"
+
     def __copy__(self) -> Self:
         return self.replace()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A state with arrays of its own, which no step of this one donates."""
-        copied: Any = jax.tree.map(jnp.copy, self)
-        return copied
+        """The same as `copy`."""
+        return self.copy()
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the transformation, which is made of functions that cannot be pickled."""
         return {**{name: getattr(self, name) for name in _FIELDS}, "tx": None}
+
+
+def forget_donated(state: TrainState[Any]) -> None:
+    """Leaves out of a state what a step has deleted, so that its use says what to do."""
+    for name in _DONATED:
+        vars(state).pop(name, None)
 
 
 def key_of(tx: Any) -> Any:
@@ -398,6 +459,7 @@ class _Static:
 
 
 _FIELDS = "params", "opt_state", "extra", "step"
+_DONATED = "params", "extra"  # what a step that donates deletes as a whole
 _KNOWN = "_values"  # where a state of an Equinox model keeps its `_Values`
 
 
