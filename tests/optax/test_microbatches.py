@@ -273,3 +273,70 @@ def test_a_batch_without_such_parts_is_refused(case):
         gs.train_step(loss_fn, **options)(state, *batch)
     state, _ = gs.train_step(loss_fn)(state, X, Y)
     assert state.applied
+
+
+# ── a loop of one's own ──────────────────────────────────────────────────────────────────────────
+
+
+def mean_of(grads):
+    return jax.tree.map(lambda *each: sum(each) / len(each), *grads)
+
+
+def dropping(state, *parts):
+    grads = []
+    for part in parts:
+        loss, extra, own = state.value_and_grad(of_model)(*part)
+        grads.append(own)
+    return state.apply_gradients(mean_of(grads), extra), loss
+
+
+def threading(state, *parts):
+    grads, part = [], state
+    for each in parts:
+        loss, extra, own = part.value_and_grad(of_model)(*each)
+        part = part.replace(extra=extra)
+        grads.append(own)
+    return state.apply_gradients(mean_of(grads), extra), loss
+
+
+def averaging(state, *parts):
+    """The statistics of all parts, which the user averages."""
+    found = [state.value_and_grad(of_model)(*part) for part in parts]
+    extras = [extra for _, extra, _ in found]
+    extra = jax.tree.map(
+        lambda x, *others: (x + sum(others)) / len(parts) if x.dtype == jnp.float32 else x, *extras
+    )
+    return state.apply_gradients(mean_of([grads for *_, grads in found]), extra)
+
+
+def two_losses(state, part, _):
+    """Two gradients of one batch, of which one has the statistics."""
+    _, extra, one = state.value_and_grad(of_model)(*part)
+    _, _, other = state.value_and_grad(lambda m, x, y: (m(x) ** 2).mean())(*part)
+    return state.apply_gradients(mean_of([one, other]), extra)
+
+
+PARTS = [(X[i::2], Y[i::2]) for i in range(2)]
+
+
+def test_lint_finds_an_extra_that_is_dropped_between_parts():
+    """A loop that starts each part from the same keys and statistics is named, with a line that is
+    right: the statistics are then those of `train_step` with microbatches."""
+    state = gs.TrainState.create(normed(), optax.sgd(0.1), rule=PLAIN)
+    (fault,) = gs.lint(dropping, state, *PARTS)
+    assert fault.kind == "extra dropped"
+    assert fault.line.startswith("test_microbatches.py:")
+    assert "microbatches=n" in fault.text
+    assert "part = part.replace(extra=extra)" in fault.text
+    followed, _ = jax.jit(threading)(state, *PARTS)
+    ours, _ = gs.train_step(of_model, microbatches=2)(state, X, Y)
+    for found, expected in zip(*map(data, (followed.params, ours.params)), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", [threading, averaging, two_losses, jax.jit(threading)])
+def test_lint_says_nothing_of_an_extra_that_goes_on(step):
+    """Neither of a loop that hands the extra on, nor of statistics that are averaged, nor of two
+    losses of one batch."""
+    state = gs.TrainState.create(normed(), optax.sgd(0.1), rule=PLAIN)
+    assert gs.lint(step, state, *PARTS) == []

@@ -433,6 +433,12 @@ def calls_back(program: AnyJaxpr) -> bool:
     return bool(program.effects) or any("callback" in name for name in names)
 
 
+def without_dead_code(program: AnyJaxpr) -> Jaxpr:
+    """A program without what its results do not depend on, at any depth."""
+    jaxpr = open_jaxpr(program)
+    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
 def used_arguments(program: AnyJaxpr) -> list[bool]:
     """Whether the only result of a program depends on each argument."""
     return dce_jaxpr(open_jaxpr(program), [True])[1]

@@ -8,7 +8,7 @@ import jax
 
 from gainstage._base._jax import JaxprEqn
 from gainstage._base.arrays import ARRAYS
-from gainstage._programs import degrees
+from gainstage._programs import degrees, jaxprs
 from gainstage._programs.degrees import (
     FREE,
     ONE,
@@ -19,6 +19,7 @@ from gainstage._programs.degrees import (
     degree_of_product,
     scale_power,
 )
+from gainstage._programs.jaxprs import AnyJaxpr
 from gainstage._programs.places import line_of
 from gainstage._variables.bridge import recorded
 from gainstage._variables.sharding import SUMMED
@@ -98,6 +99,13 @@ _TEXTS = {
         "lower loss scale is thrown away with the step, and the next one overflows again. Let the "
         "update choose: state.apply_gradients(grads, extra, apply_if=condition), or, without a "
         "TrainState, tx.update(grads, opt_state, params, apply_if=condition)."
+    ),
+    "extra dropped": (
+        "What the loss changes at {line}, such as statistics and keys, is dropped before the next "
+        "batch: each part starts from the same, and the step keeps those of one part alone. Write "
+        "state, loss = gainstage.train_step(loss_fn, microbatches=n)(state, *batch); in a loop of "
+        "your own, part = part.replace(extra=extra) after each part, from part = state on, and "
+        "state.apply_gradients(grads, extra) at the end."
     ),
     "summed": SUMMED.format(at="that is differentiated at {line}", over="{over}"),
     "no use": (
@@ -223,8 +231,30 @@ def read_program(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Reading
     found = faults_in(marks)
     if adapts and needless:
         found.append(Fault("needless scale", adapts.line or SOME_LINE, needless))
+    found += dropped_extras(program, marks)
     unknown = sum(m.name == "gradient" and m.value.degree is None for m in marks)
     return Reading(found, any(m.name in ("state", "scale") for m in marks), unknown)
+
+
+def dropped_extras(program: AnyJaxpr, marks: Sequence[Mark]) -> list[Fault]:
+    """The faults of a loop over parts of a batch that starts each of them from the same extra."""
+    kept = {
+        eqn.params["name"]
+        for eqn in jaxprs.equations(jaxprs.without_dead_code(program))
+        if eqn.primitive.name == "name"
+    }
+    of_states = dict[str, dict[str, Mark]]()  # by the state, then by the batch
+    for mark in marks:
+        if mark.name == "extra":
+            state, batch = mark.options
+            of_states.setdefault(state, {}).setdefault(batch, mark)
+    faults = dict[Fault, None]()
+    for parts in of_states.values():
+        dropped = [mark for mark in parts.values() if mark.eqn.params["name"] not in kept]
+        if 0 < len(dropped) < len(parts):
+            line = dropped[0].line or SOME_LINE
+            faults[Fault("extra dropped", line, _TEXTS["extra dropped"].format(line=line))] = None
+    return list(faults)
 
 
 def faults_in(marks: Sequence[Mark]) -> list[Fault]:

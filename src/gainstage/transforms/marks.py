@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gainstage._base._jax import trace_ctx
 from gainstage._programs.degrees import PREFIX
-from gainstage._variables.types import Tree
+from gainstage._variables.types import PyTree, Tree
 
 
 def marked(tree: Tree, name: str, *options: str) -> Tree:
@@ -21,7 +22,8 @@ def marked(tree: Tree, name: str, *options: str) -> Tree:
             a loss that scales itself; "grad_fn", what such a function returns to a
             transformation; "summed", gradients that JAX sums over devices, with these axes as its
             option; "taken", the decision in the state of an update; "decision", one that
-            is asked for.
+            is asked for; "extra", what a loss has changed, with what tells a state and a batch from
+            others as its options.
         options: what else is to be known of it.
     """
     if trace_ctx.is_top_level():
@@ -29,10 +31,21 @@ def marked(tree: Tree, name: str, *options: str) -> Tree:
     words = ",".join((PREFIX + name, *options))
     return jax.tree.map(
         lambda x: (
-            checkpoint_name(x, words) if isinstance(x, jax.Array) and x.dtype.kind in "fcVb" else x
+            checkpoint_name(x, words) if isinstance(x, jax.Array) and _may_be_marked(x) else x
         ),
         tree,
     )
+
+
+def _may_be_marked(x: jax.Array) -> bool:
+    """Whether an array is no integer, and no key."""
+    return jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype == jnp.bool_
+
+
+def marked_extra(extra: Tree, state: PyTree, batch: PyTree) -> Tree:
+    """What a loss has changed, marked with the state and the batch that it was called with."""
+    words = (str(hash(tuple(map(id, jax.tree.leaves(tree))))) for tree in (state, batch))
+    return marked(extra, "extra", *words)
 
 
 def marked_function(fun: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -39,7 +39,7 @@ from gainstage.transforms.loss_scaled_state import (
     states_in,
     with_scale,
 )
-from gainstage.transforms.marks import marked
+from gainstage.transforms.marks import marked, marked_extra
 from gainstage.transforms.models import Changeable, Equinox, Model, apply_changes, kind_of
 from gainstage.transforms.optax_checks import check_transformation, refuse_per_example
 from gainstage.transforms.refusals import check_leaves, refuse_others
@@ -304,7 +304,8 @@ class TrainState(Generic[Params]):
             factor = marked(scale, "scale")
             found = compute_gradients_beside(loss, self._parts, factor, batch, kwargs)
             aux = [found.aux] if has_aux else []
-            return found.loss, found.extra, found.true_grads(factor), *aux
+            extra = marked_extra(found.extra, (self.params, self.extra), (batch, kwargs))
+            return found.loss, extra, found.true_grads(factor), *aux
 
         return true
 
