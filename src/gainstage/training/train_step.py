@@ -14,7 +14,7 @@ from gainstage._base import checks
 from gainstage._base.arrays import ARRAYS, buffers, unshared
 from gainstage._base.dead_run import DeadRunWatch
 from gainstage._base.warn import warn
-from gainstage._scaling.retry_loop import NO_RETRY
+from gainstage._scaling.retry_loop import NO_RETRY, checked_retries
 from gainstage._variables.bridge import reruns
 from gainstage._variables.sharding import (
     SUMMED,
@@ -62,7 +62,7 @@ def train_step(
     has_aux: Literal[False] = False,
     using: Using | None = ...,
     donate: bool = True,
-    retries: int = 0,
+    retries: bool | int = 0,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
     mend: bool = False,
@@ -76,7 +76,7 @@ def train_step(
     has_aux: Literal[True],
     using: Using | None = ...,
     donate: bool = True,
-    retries: int = 0,
+    retries: bool | int = 0,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
     mend: bool = False,
@@ -90,7 +90,7 @@ def train_step(
     has_aux: Literal[True],
     using: Using | None = ...,
     donate: bool = True,
-    retries: int = 0,
+    retries: bool | int = 0,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
     mend: bool = False,
@@ -104,7 +104,7 @@ def train_step(
     has_aux: Literal[True],
     using: Using | None = ...,
     donate: bool = True,
-    retries: int = 0,
+    retries: bool | int = 0,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
     mend: bool = False,
@@ -118,7 +118,7 @@ def train_step(
     has_aux: bool,
     using: Using | None = ...,
     donate: bool = True,
-    retries: int = 0,
+    retries: bool | int = 0,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
     mend: bool = False,
@@ -135,7 +135,7 @@ def train_step(
     has_aux: bool = False,
     using: Using | None = None,
     donate: bool = True,
-    retries: int = 0,
+    retries: bool | int = 0,
     audit_every: int | None = None,
     audit_bounds: Sequence[float] = BOUNDS,
     mend: bool = False,
@@ -159,11 +159,13 @@ def train_step(
             the newest state. Nothing is donated under `jax_debug_nans` and `jax_debug_infs`. If a
             step is interrupted before its results are assigned, they are lost: restart from a
             checkpoint.
-        retries: the largest number of times that a step with a non-finite gradient is taken again
-            with the same batch, >= 0, at the scale that the rule has lowered. There is no retry if
-            the loss is not finite, or the rule keeps its scale. If none is applied, the scale is
-            that after one skipped step. The telemetry counts `retried_steps`. No copy of parameters
-            or batch is made for it. With retries, the host reads one bit at each step on a GPU.
+        retries: whether a step with a non-finite gradient is taken again with the same batch, at
+            the scale that the rule has lowered: True until it fits, or the rule lowers the scale no
+            more; an integer >= 0 is the largest number of tries, for where a step must not take
+            long. There is no retry if the loss is not finite, or the rule keeps its scale. If none
+            is applied, the scale is that after one skipped step. The telemetry counts
+            `retried_steps`. No copy of parameters or batch is made for it. With retries, the host
+            reads one bit at each step on a GPU.
         audit_every: an integer >= 1: the steps after 0, 1, 3, 10, 30, 100 and so on, and then each
             that many, are compared with float32 before they are taken, as by `gainstage.audit`;
             None for no audits. An audit is a program of its own, so other steps are what they are
@@ -191,8 +193,8 @@ def train_step(
         TypeError: `loss_fn` is not callable, or has a `loss_scale` of its own, `donate` or `mend`
             is not a bool, or `retries` or `audit_every` not a number; from `step`, the first
             argument is no `TrainState`, or the loss or a parameter no array.
-        ValueError: `retries` is not an integer >= 0, `audit_every` none >= 1, or `audit_bounds` are
-            out of range; `mend` without `audit_every`; `audit_every` is given, and `loss_fn` is not
+        ValueError: `retries` is neither a bool nor an integer >= 0, `audit_every` is none >= 1, or
+            `audit_bounds` are out of range; `mend` without `audit_every`; `audit_every` is given, and `loss_fn` is not
             from `autocast`; from `step`, a transformation around `loss_scaled` could hide an
             overflow.
 
@@ -211,7 +213,7 @@ def train_step(
     advice = " The optimizer is part of the state: gainstage.TrainState.create(params, tx)."
     loss = loss_function("loss_fn", loss_fn, has_aux, using, "train_step", advice)
     donates = checks.flag("donate", donate)
-    retries = checks.integer("retries", retries, low=0)
+    retries = checked_retries("retries", retries)
     bounds = checked_bounds("audit_bounds", audit_bounds)
     audits, mends = None, checks.flag("mend", mend)
     if mends and audit_every is None:
