@@ -13,8 +13,9 @@ from jax.tree_util import default_registry
 from gainstage._base import checks
 from gainstage._base.arrays import ARRAYS, buffers, unshared
 from gainstage._base.dead_run import DeadRunWatch
+from gainstage._base.lost_steps import LostStepsWatch, what_helps
 from gainstage._base.warn import warn
-from gainstage._scaling.retry_loop import NO_RETRY, checked_retries
+from gainstage._scaling.retry_loop import NO_RETRY, UNTIL_IT_FITS, checked_retries
 from gainstage._variables.bridge import reruns
 from gainstage._variables.sharding import (
     SUMMED,
@@ -29,7 +30,7 @@ from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import divided_state
 from gainstage.precision.autocast import plan_of
 from gainstage.precision.plan import Plan
-from gainstage.rules.loss_scale import LossScale
+from gainstage.rules.loss_scale import FixedLossScale, LossScale
 from gainstage.training.audit import BOUNDS, AuditResult, Given, check_cast, checked_bounds
 from gainstage.training.audited_run import AuditedRun, Audits
 from gainstage.transforms.loss_scaled import transformation_of
@@ -193,10 +194,10 @@ def train_step(
         TypeError: `loss_fn` is not callable, or has a `loss_scale` of its own, `donate` or `mend`
             is not a bool, or `retries` or `audit_every` not a number; from `step`, the first
             argument is no `TrainState`, or the loss or a parameter no array.
-        ValueError: `retries` is neither a bool nor an integer >= 0, `audit_every` is none >= 1, or
-            `audit_bounds` are out of range; `mend` without `audit_every`; `audit_every` is given, and `loss_fn` is not
-            from `autocast`; from `step`, a transformation around `loss_scaled` could hide an
-            overflow.
+        ValueError: `retries` is no bool and no integer >= 0, `audit_every` none >= 1, or
+            `audit_bounds` are out of range; `mend` without `audit_every`; `audit_every` is given,
+            and `loss_fn` is not from `autocast`; from `step`, a transformation around `loss_scaled`
+            could hide an overflow.
 
     Examples:
         >>> import gainstage as gs
@@ -376,6 +377,7 @@ class _CompiledStep:
         self._is_fixed = scaled is not None and scaled.is_fixed
         self._lowest = _lowest_of(scaled.rule) if scaled else 0.0
         self._watch = DeadRunWatch(self._lowest)
+        self._lost = _watch_of_lost_steps(options.retries, scaled.rule if scaled else None)
         self._is_known = options.is_mended  # whether the first program and its batch were looked at
         self._programs: dict[Any, _Program] = {}
 
@@ -388,6 +390,7 @@ class _CompiledStep:
             return Given(state.params, state.extra, batch, scale, state.step, self._lowest)
 
         try:
+            self._lost.look()
             if audits is None:
                 self._watch.look(lambda: current_scale(opt_state))
                 return
@@ -426,6 +429,8 @@ class _CompiledStep:
             self._watch.see(
                 scaled.applied, outcome.loss, True, scale, outcome.spoiled, outcome.beside
             )
+            structure = default_registry.flatten(batch)[1]
+            self._lost.see(scaled.applied, outcome.loss, scale, step, structure)
             vars(state)["_returned"] = _Returned(self, program, partition, leaves, arrays, kinds)
         return state, outcome.loss, *outcome.aux
 
@@ -536,6 +541,17 @@ def _unshared(
     kept = [x for i, x in enumerate(arrays) if i not in donated]
     free = iter(unshared([arrays[i] for i in program.donated], [*kept, *others]))
     return [next(free) if i in donated else x for i, x in enumerate(arrays)]
+
+
+def _watch_of_lost_steps(retries: int, rule: LossScale | None) -> LostStepsWatch:
+    """The watch of a run with this rule, None for one of another library."""
+    is_fixed = isinstance(rule, FixedLossScale)
+    advice = what_helps(
+        retries=None if 0 < retries < UNTIL_IT_FITS else bool(retries),
+        is_fixed=is_fixed,
+        hysteresis=getattr(rule, "hysteresis", 1),
+    )
+    return LostStepsWatch(advice, retries > 0 and not is_fixed)
 
 
 def _lowest_of(rule: LossScale) -> float:
