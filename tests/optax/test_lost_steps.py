@@ -189,8 +189,17 @@ HEALTHY = {
     ),
     # The first scale is far too high, while the loss falls.
     "a first descent": (gs.DynamicLossScale(2.0**60), lambda n: (1e3 / (n + 1) ** 2, 2.0**3)),
+    # Each skip of the first steps has a larger loss than any later step.
+    "a loss that falls from skip to skip": (
+        gs.DynamicLossScale(2.0**12, 8),
+        lambda n: (2.0 ** (14 - n / 4) if n < 72 else 2.0**-4, 2.0**4),
+    ),
     "a first descent of an adaptive rule": (gs.AdaptiveLossScale(2.0**60), lambda n: (1.0, 8.0)),
     "outliers that are not lost": (gs.DynamicLossScale(2.0**10, 15), lambda n: (rare(n), 2.0)),
+    "outliers of which a third is lost": (
+        gs.DynamicLossScale(2.0**10, 15, max_scale=2.0**12),
+        lambda n: (1.0 if n % 16 else 100.0, 1.0 if n % 48 else 2.0**14),
+    ),
     "bad data": (gs.AdaptiveLossScale(), lambda n: (1.0 if n % 10 else np.nan, 1.0)),
     "bad data that lower the scale": (
         gs.DynamicLossScale(),

@@ -211,19 +211,15 @@ def _far_larger_losses(counted: Sequence[SeenStep]) -> str | None:
 
 
 def _usual(size: np.ndarray, applied: np.ndarray) -> np.ndarray:
-    """The size of the loss around each step, inf where few steps were applied on one side.
-
-    It is the larger one of the medians before the step and after it, so of a loss that falls or
-    rises no step is far larger.
-    """
+    """The size of the loss around each step: the median of applied steps, as many before it as
+    after it, so that of a loss that falls no step is far larger; inf where there are too few."""
     of_applied, usual = size[applied], np.full(len(size), np.inf)
     if len(of_applied) < 2 * SIDE:
         return usual
-    medians = np.median(np.lib.stride_tricks.sliding_window_view(of_applied, SIDE), axis=1)
-    after = np.cumsum(applied)  # the place in `of_applied` of the next applied step
-    before = after - applied - SIDE
-    has_both = (before >= 0) & (after < len(medians))
-    usual[has_both] = np.maximum(medians[before[has_both]], medians[after[has_both]])
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(of_applied, 2 * SIDE), axis=1)
+    first = np.cumsum(applied) - applied - SIDE  # the place in `of_applied` of the first of them
+    is_known = (first >= 0) & (first < len(medians))
+    usual[is_known] = medians[first[is_known]]
     return usual
 
 
