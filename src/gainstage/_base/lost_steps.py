@@ -13,7 +13,7 @@ from gainstage._base.warn import warn
 
 LOOKS_BACK = 1024  # steps
 FEWEST = 4  # skips that are a finding
-LARGER = 8.0  # the factor by which a loss is far larger than those around it
+LARGE_LOSS = 8.0  # the factor by which a loss is far larger than those around it
 SIDE = 8  # applied steps before a step, and after it, that say what is usual there
 CHANCE = 1e-6  # the probability at which a pattern is no coincidence
 
@@ -199,7 +199,7 @@ def _far_larger_losses(counted: Sequence[SeenStep]) -> str | None:
     penalty that is computed now and then."""
     size, applied = np.abs([step.loss for step in counted]), _applied(counted)
     usual = _usual(size, applied)
-    is_large = size > LARGER * usual
+    is_large = size > LARGE_LOSS * usual
     found = _mostly_lost(is_large, applied)
     if found is None:
         return None
