@@ -171,6 +171,18 @@ def test_nothing_large_is_kept_alive():
     assert [x() for x in earlier] == [None] * len(earlier)
 
 
+@pytest.mark.parametrize("every", [1, 3, 64])
+def test_a_state_that_is_donated_elsewhere_is_no_error(every):
+    """A compiled function of the user may donate the state between two steps; the flags of the
+    steps before are then gone, and the run goes on."""
+    state, step = gs.TrainState.create(jnp.ones(3), optax.sgd(0.1)), gs.train_step(loss_fn)
+    own = jax.jit(lambda state: jax.tree.map(jnp.copy, state), donate_argnums=0)
+    for n in range(200):
+        state, _ = step(state, np.nan if n % 20 == 19 else 1.0)
+        state = own(state) if n % every == every - 1 else state
+    assert state.step == 190
+
+
 def test_a_flag_that_is_not_ready_is_not_waited_for(monkeypatch):
     """Steps that the device has not finished are looked at later."""
     kind = type(jnp.ones(()))

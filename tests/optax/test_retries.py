@@ -1,5 +1,7 @@
 """With retries, an overflow costs a step some time, and no batch."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,7 +130,7 @@ def test_a_language_model_loses_no_batch():
     assert last[4] < last[0] < 2.0
 
 
-@pytest.mark.parametrize("retries", [0, 8, 30])
+@pytest.mark.parametrize("retries", [0, 8, 30, True])
 def test_bad_data_costs_the_scale_one_step(retries):
     """NaN in the data is one skipped step, however many retries are allowed."""
     state, applied = trained(retries, (X.at[0].set(jnp.nan), Y), start=2.0**15)
@@ -158,6 +160,39 @@ def test_retries_are_told_as_retries(tmp_path):
     assert diagnostics.read_run(tmp_path / "run.jsonl").get("retried_steps")[-1] == retried
     assert [alarm.kind for alarm in alarms] == ["retries"]
     assert "start from a lower one" in alarms[0].message
+
+
+def test_retries_without_a_number_go_on_until_the_step_fits():
+    """From 2**120 the first step is taken with `retries=True`; with False it is skipped."""
+    state, applied = trained(True, (X, Y), start=2.0**120)
+    assert applied == [True]
+    assert counts(state)[1] > 100
+    state, applied = trained(False, (X, Y), start=2.0**120)
+    assert applied == [False]
+    assert counts(state) == (1, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Restless(gs.LossScale):
+    """A rule that moves the scale up and down for ever, whatever it is told."""
+
+    def init(self):
+        return gs.typing.ScaleState(jnp.float32(2.0**40))
+
+    def update(self, state, finite):
+        moved = jnp.where(state.scale > 2.0**39, 2.0**39, 2.0**40)
+        return state._replace(scale=jnp.float32(moved))
+
+
+@pytest.mark.parametrize(
+    ("rule", "tries"), [(gs.DynamicLossScale(2.0**40, min_scale=2.0**35), 5), (Restless(), 1)]
+)
+def test_retries_without_a_number_end(rule, tries):
+    """A step that fits no scale of the rule is one skipped step, also where the scale rises."""
+    state, applied = trained(True, (X, Y), rule=rule)
+    assert applied == [False]
+    assert state.loss_scale == 2.0**39
+    assert counts(state) == (1, tries)
 
 
 def test_if_no_retry_is_applied_the_scale_is_lowered_once():
@@ -217,5 +252,5 @@ def test_bad_retries_are_refused():
     for retries in (-1, 0.5):
         with pytest.raises(ValueError, match="for retries; got"):
             gs.train_step(loss_fn, retries=retries)
-    with pytest.raises(TypeError, match="retries; got True"):
-        gs.train_step(loss_fn, retries=True)
+    with pytest.raises(TypeError, match="retries; got 'all'"):
+        gs.train_step(loss_fn, retries="all")

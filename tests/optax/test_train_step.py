@@ -105,9 +105,10 @@ def test_gradients_are_stored_once():
 
     state = gs.TrainState.create(jnp.ones(shape), optax.adam(0.1))
     gs.train_step(product, donate=False)(state, jnp.ones(shape))
-    assert not state.params.is_deleted()
+    params = state.params
+    assert not params.is_deleted()
     gs.train_step(product)(state, jnp.ones(shape))
-    assert state.params.is_deleted()
+    assert params.is_deleted()
 
 
 def test_an_nnx_model_trains_and_skips_whole():

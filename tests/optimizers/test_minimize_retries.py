@@ -175,6 +175,19 @@ def test_eight_devices_retry_together(kind):
     assert opt.loss_scale == one.opt.loss_scale
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_retries_without_a_number_go_on_until_the_step_fits(compiled):
+    """`retries=True` takes as many tries as the step needs, and False takes none."""
+    run = Run(True, 2.0**60, compiled=compiled)
+    run.step(X, Y)
+    skipped, retried = counts(run)
+    assert skipped == 0
+    assert retried > 40
+    run = Run(False, 2.0**60, compiled=compiled)
+    run.step(X, Y)
+    assert counts(run) == (1, 0)
+
+
 def test_bad_retries_are_refused():
     """The error names the argument and the value, and nothing has changed."""
     w = Variable(1.0)
@@ -182,8 +195,8 @@ def test_bad_retries_are_refused():
     for retries in (-1, 0.5):
         with pytest.raises(ValueError, match="for retries; got"):
             opt.minimize(lambda: w**2, [w], retries=retries)
-    with pytest.raises(TypeError, match="retries; got True"):
-        opt.minimize(lambda: w**2, [w], retries=True)
+    with pytest.raises(TypeError, match="retries; got 'all'"):
+        opt.minimize(lambda: w**2, [w], retries="all")
     assert w.value() == 1
 
 

@@ -127,6 +127,60 @@ ILL = {
 }
 
 
+def lazy(rule, n=400, distance=16, factor=2.0**12, loss=1e4):
+    """The records of a run whose loss and gradients are far larger in each 16th step."""
+    is_lazy = np.arange(n) % distance == distance - 1
+    for record, large in zip(simulated(rule, np.where(is_lazy, factor, 1.0)), is_lazy, strict=True):
+        yield record | {"loss": loss if large else 1.0 + record["step"] % 7 / 10}
+
+
+LAZY = {
+    "the scale comes down": gs.DynamicLossScale(2.0**15),
+    "the scale recovers": gs.DynamicLossScale(2.0**15, 15),
+    "adaptive": gs.AdaptiveLossScale(2.0**15, 15),
+    "fixed": gs.FixedLossScale(2.0**10),
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_steps_of_one_kind_that_are_lost_ring_once(name):
+    """A run that skips the steps with a far larger loss says of how many, and what to write."""
+    found = []
+    with Alarms(LAZY[name], on_alarm=found.append) as alarms:
+        watch(alarms, lazy(LAZY[name]))
+    (alarm,) = found
+    assert alarm.kind == "lost"
+    assert "of the last 4 steps whose loss was far larger than that of the steps" in alarm.message
+    assert "gainstage.train_step(loss_fn, retries=True)" in alarm.message
+    assert ("loss_scale_value" in alarm.message) == (name == "fixed")
+
+
+def test_steps_that_are_lost_at_a_regular_distance_ring():
+    """With a loss like any other, the distance tells them; without a recorded loss nothing does,
+    as it could be bad data."""
+    rule = gs.DynamicLossScale(2.0**15)
+    records = list(lazy(rule, loss=1.0))
+    assert kinds(records, rule) == ["lost"]
+    assert kinds(without_loss(records), rule) == []
+
+
+def test_steps_that_are_retried_in_vain_ring():
+    """Skipped steps that the telemetry counts as retried are lost in spite of it."""
+    rule = gs.DynamicLossScale(2.0**15, 15)
+    records, tries = list(lazy(rule, loss=1.0)), 0
+    assert kinds(records, rule) == []
+    for record in records:
+        tries += 0 if record["finite"] else 3
+        record["retried_steps"] = tries
+    found = []
+    with Alarms(rule, on_alarm=found.append) as alarms:
+        watch(alarms, records)
+    (alarm,) = found
+    assert alarm.kind == "lost"
+    assert "4 times in the last 64 steps all retries failed" in alarm.message
+    assert "gainstage.train_step(loss_fn, retries=True) goes on until a step fits" in alarm.message
+
+
 def test_gradients_that_vanish_ring_under_any_rule():
     """If all gradients of 50 applied steps are 0, an alarm asks for a higher scale, also of a run
     that does not scale."""

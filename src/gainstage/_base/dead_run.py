@@ -82,7 +82,7 @@ class DeadRunWatch:
         """
         if self._count % EVERY:
             return
-        ready = [(int(np.asarray(x)), names) for x, names in tuple(self._spoiled) if _is_ready(x)]
+        ready = [(int(np.asarray(x)), names) for x, names in tuple(self._spoiled) if is_ready(x)]
         spoiled = [names[number] for number, names in ready if number >= 0]
         if spoiled:
             self._spoiled = deque(maxlen=0)  # it is said once
@@ -90,14 +90,15 @@ class DeadRunWatch:
         if self._warned:
             return
         steps = list(self._steps)
-        while steps and not _is_ready(steps[-1][0]):
+        while steps and not is_ready(steps[-1][0]):
             steps.pop()
         skipped = 0
         for applied, _, wanted, _ in reversed(steps):  # of a healthy run, one flag is read
-            if np.asarray(applied):
+            if not is_ready(applied) or np.asarray(applied):
                 break
             skipped += bool(np.asarray(wanted))
-        is_low = self._lowest and steps and np.asarray(steps[-1][3]) <= self._lowest
+        is_known = self._lowest and steps and is_ready(steps[-1][3])
+        is_low = is_known and np.asarray(steps[-1][3]) <= self._lowest
         if (skipped >= DEAD or is_low) and mend():
             self._steps.clear()
         elif skipped >= DEAD:
@@ -108,12 +109,13 @@ class DeadRunWatch:
             warn(_LOW.format(lowest=lowest, power=lowest.replace("2^", "2.0**")))
 
 
-def _is_ready(x: Any) -> bool:
-    return not hasattr(x, "is_ready") or x.is_ready()
+def is_ready(x: Any) -> bool:
+    """Whether an array can be read without waiting: it is computed, and not donated elsewhere."""
+    return not hasattr(x, "is_ready") or (not x.is_deleted() and x.is_ready())
 
 
 def _message(skipped: int, loss: Any, scale: str) -> str:
-    known = loss is not None and not isinstance(loss, Tracer) and _is_ready(loss)
+    known = loss is not None and not isinstance(loss, Tracer) and is_ready(loss)
     why = _WHY[bool(np.isfinite(np.asarray(loss, np.float32)).all()) if known else None]
     return (
         f"The last {skipped} steps in a row were skipped, so no weight has changed; the loss scale "

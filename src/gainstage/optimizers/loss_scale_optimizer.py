@@ -11,7 +11,7 @@ from gainstage._base.configurable import description_of, object_from
 from gainstage._base.warn import warn
 from gainstage._scaling.finite_check import all_finite
 from gainstage._scaling.gradients import Gradient, Gradients
-from gainstage._scaling.retry_loop import NO_RETRY
+from gainstage._scaling.retry_loop import NO_RETRY, checked_retries
 from gainstage._scaling.scaled_step import ScaledStep
 from gainstage._scaling.step_telemetry import Observed, at_first, check_telemetry
 from gainstage._variables.sharding import replicate
@@ -222,7 +222,7 @@ class LossScaleOptimizer(Optimizer):
         var_list: VarList,
         *,
         has_aux: Literal[False] = False,
-        retries: int = 0,
+        retries: bool | int = 0,
     ) -> jax.Array: ...
 
     @overload
@@ -232,7 +232,7 @@ class LossScaleOptimizer(Optimizer):
         var_list: VarList,
         *,
         has_aux: Literal[True],
-        retries: int = 0,
+        retries: bool | int = 0,
     ) -> tuple[jax.Array, Aux]: ...
 
     def minimize(
@@ -241,7 +241,7 @@ class LossScaleOptimizer(Optimizer):
         var_list: VarList,
         *,
         has_aux: bool = False,
-        retries: int = 0,
+        retries: bool | int = 0,
     ) -> Any:
         """Differentiates the scaled `loss` and takes a step.
 
@@ -254,30 +254,31 @@ class LossScaleOptimizer(Optimizer):
             var_list: the variables to train, or a callable that returns them. It is called after
                 the loss, which may create them when it is called for the first time.
             has_aux: whether `loss` returns (loss, aux), where aux is any pytree of arrays.
-            retries: how often a step with a non-finite gradient is taken again, an integer >= 0.
-                Each retry calls the same loss at the scale that the rule has lowered. There is none
-                if the loss is not finite, or the rule keeps its scale; if none is applied, the
-                scale is that after one skipped step. Inside `gainstage.optimizers.jit` it is a loop
-                of the program; otherwise the host reads after each step whether to retry.
+            retries: True for taking a step with a non-finite gradient again until it fits, or an
+                integer >= 0, the largest number of tries. Each retry calls the same loss at the
+                scale that the rule has lowered. There is none if the loss is not finite, or the
+                rule keeps its scale; if none is applied, the scale is that after one skipped step.
+                Inside `gainstage.optimizers.jit` it is a loop of the program; otherwise the host
+                reads after each step whether to retry.
 
         Returns:
             The unscaled loss before the step, in float32 or wider; (loss, aux) with `has_aux`.
 
         Raises:
             TypeError: as `compute_gradients` and `apply`, or `retries` is not a number.
-            ValueError: as these, or `retries` is not an integer >= 0.
+            ValueError: as these, or `retries` is neither a bool nor an integer >= 0.
 
         Examples:
             >>> import gainstage as gs
             >>> w = gs.optimizers.Variable(1.0)
             >>> sgd = gs.optimizers.SGD(1 / 16)
             >>> opt = gs.optimizers.LossScaleOptimizer(sgd, initial_scale=2.0**126)
-            >>> loss = opt.minimize(lambda: 4 * w**2, [w], retries=8)  # two overflow
+            >>> loss = opt.minimize(lambda: 4 * w**2, [w], retries=True)  # two overflow
             >>> print(w.value(), opt.loss_scale == 2.0**124)
             0.5 True
         """
         has_aux = checks.flag("has_aux", has_aux)
-        retries = checks.integer("retries", retries, low=0)
+        retries = checked_retries("retries", retries)
         if retries and not self.dynamic and not self._told_of_retries:
             self._told_of_retries = True
             warn(NO_RETRY)

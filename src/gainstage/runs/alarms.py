@@ -27,8 +27,8 @@ class Alarm(UserWarning):
     """A warning about a run that a person should look at.
 
     Args:
-        kind: "data", "overflow", "loss", "floor", "skips", "retries", "audit", "headroom" or
-            "growth".
+        kind: "data", "overflow", "loss", "floor", "skips", "retries", "lost", "audit", "headroom"
+            or "growth".
         step: the step at which the problem was detected.
         message: what happened, and what to do next.
     """
@@ -53,6 +53,9 @@ class Alarms(Writer):
     - "floor": the scale is the rule's lowest, and steps are still skipped.
     - "skips": more than a tenth of the last 200 steps were skipped.
     - "retries": each of the last 16 steps was taken more than once, at a lower scale.
+    - "lost": most of the steps of one kind were skipped, though their loss is finite: those that
+      were retried in vain, those whose loss is far larger than around them, or those at a regular
+      distance. It needs the loss, and a record of each step.
     - "audit": three audits in a row were past a bound, or one by much; pass them as
       `write(..., audit=step.audit)`.
     - "headroom": a scale that cannot fall is within one bit of overflow.

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from gainstage._base.checks import as_power
+from gainstage._base.lost_steps import lost_steps, what_helps
 from gainstage.runs.history import LONG_STREAK, MEMORY, WINDOW, History
 from gainstage.runs.skip_causes import SkipCause, Streak, cause_of
 from gainstage.runs.telemetry import ADVISE
@@ -14,6 +15,7 @@ from gainstage.training.audited_run import ENOUGH
 AUDITED = "loss", "gradient", "tensor"  # what an audit compares with float32
 SHARE = 0.1  # the largest share of skipped steps that is no finding
 IN_A_ROW = 16  # steps in a row that were retried
+JUDGED = 16  # records between two searches for a kind of steps that is lost
 ZEROS = 50  # applied steps in a row without any gradient
 LOW = 16  # bits between the largest gradient and the limit
 XRAY = "gs.xray(loss_fn, state, *batch) of such a step names the operation"
@@ -266,6 +268,20 @@ def _many_retries(history: History) -> Facts:
     return None if row < IN_A_ROW else {"n": row, "scale": as_power(history.scale)}
 
 
+def _kind_is_lost(history: History) -> Facts:
+    """Steps of one kind that are mostly skipped, though their loss is finite."""
+    what = None if history.records % JUDGED else lost_steps(history.seen)
+    if what is None:
+        return None
+    are_retried = any(step.is_retried for step in history.seen)
+    advice = what_helps(
+        retries=are_retried and None,
+        is_fixed=history.is_fixed,
+        hysteresis=getattr(history.rule, "hysteresis", 1),
+    )
+    return {"what": what, "advice": advice}
+
+
 def _audited(history: History) -> Facts:
     """Audits in a row that are past a bound, or one that is far past it."""
     audits = history.audits
@@ -362,6 +378,7 @@ FINDINGS = (
         "each of the last {n} steps was computed more than once, because it overflowed at first. "
         "The scale is {scale}: start from a lower one, or take a longer increment_period.",
     ),
+    Finding("lost", _kind_is_lost, "{what}. {advice} {XRAY}."),
     Finding(
         "audit",
         _audited,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gainstage._base.lost_steps import LOOKS_BACK, SeenStep
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import FixedLossScale, LossScale
 from gainstage.runs.skip_causes import LargestGradient, SkipCause, Streak, cause_of
@@ -52,6 +53,8 @@ class History:
         self.lost_loss: bool = False  # whether the step was skipped with a non-finite loss
         self.fell_for_a_loss: bool = False  # whether the scale fell after such a step
         self.retried_in_a_row: int = 0
+        self.seen: deque[SeenStep] = deque(maxlen=LOOKS_BACK)
+        self.records: int = 0
         self.since_raised: int = 0  # steps since the scale last rose
         self.ever_changed: bool = False  # whether the scale did
         self.overflowed: tuple[float, int] = (math.inf, 0)  # the lowest recent overflow, and when
@@ -78,6 +81,7 @@ class History:
         finite, scale = record.get("finite"), float(record.get("loss_scale", math.nan))
         if finite is None or math.isnan(np.float64(finite)):
             return False
+        before = self.step
         self.step, self.finite, self.same_cause = int(record["step"]), bool(finite), same_cause
         norm = float(record.get("grad_norm", math.nan if self.finite else math.inf))
         loss = float(record["loss"]) if "loss" in record else None
@@ -98,8 +102,15 @@ class History:
         if "audit_ok" in record:
             is_off = not record["audit_ok"] and math.isfinite(float(record["audit_gradient_error"]))
             self.audits = [*self.audits[: ENOUGH - 1], record] if is_off else []
-        self.retried_in_a_row = self.retried_in_a_row + 1 if retries > self._retries else 0
+        is_retried = retries > self._retries
+        self.retried_in_a_row = self.retried_in_a_row + 1 if is_retried else 0
         self._retries = retries
+        self.records += 1
+        if self.step <= before:  # a restart
+            self.seen.clear()
+        size = math.nan if loss is None else loss
+        is_own = self.step == before + 1  # retries since the last record are those of this step
+        self.seen.append(SeenStep(self.step, self.finite, size, scale, is_retried and is_own))
         self._count(record)
         return True
 

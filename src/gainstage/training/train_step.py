@@ -13,8 +13,9 @@ from jax.tree_util import default_registry
 from gainstage._base import checks
 from gainstage._base.arrays import ARRAYS, Static, buffers, unshared
 from gainstage._base.dead_run import DeadRunWatch
+from gainstage._base.lost_steps import LostStepsWatch, what_helps
 from gainstage._base.warn import warn
-from gainstage._scaling.retry_loop import NO_RETRY
+from gainstage._scaling.retry_loop import NO_RETRY, UNTIL_IT_FITS, checked_retries
 from gainstage._variables.bridge import reruns
 from gainstage._variables.sharding import (
     SUMMED,
@@ -29,7 +30,7 @@ from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import divided_state
 from gainstage.precision.autocast import plan_of
 from gainstage.precision.plan import Plan
-from gainstage.rules.loss_scale import LossScale
+from gainstage.rules.loss_scale import FixedLossScale, LossScale
 from gainstage.training.audit import BOUNDS, AuditResult, Given, check_cast, checked_bounds
 from gainstage.training.audited_run import AuditedRun, Audits
 from gainstage.transforms.loss_scaled import transformation_of
@@ -63,7 +64,7 @@ def train_step(
     has_aux: Literal[False] = False,
     using: Using | None = ...,
     donate: bool = True,
-    retries: int = 0,
+    retries: bool | int = 0,
     microbatches: int = 1,
     weight: Callable[..., Scalar] | None = None,
     audit_every: int | None = None,
@@ -79,7 +80,7 @@ def train_step(
     has_aux: Literal[True],
     using: Using | None = ...,
     donate: bool = True,
-    retries: int = 0,
+    retries: bool | int = 0,
     microbatches: int = 1,
     weight: Callable[..., Scalar] | None = None,
     audit_every: int | None = None,
@@ -95,7 +96,7 @@ def train_step(
     has_aux: Literal[True],
     using: Using | None = ...,
     donate: bool = True,
-    retries: int = 0,
+    retries: bool | int = 0,
     microbatches: int = 1,
     weight: Callable[..., Scalar] | None = None,
     audit_every: int | None = None,
@@ -111,7 +112,7 @@ def train_step(
     has_aux: Literal[True],
     using: Using | None = ...,
     donate: bool = True,
-    retries: int = 0,
+    retries: bool | int = 0,
     microbatches: int = 1,
     weight: Callable[..., Scalar] | None = None,
     audit_every: int | None = None,
@@ -127,7 +128,7 @@ def train_step(
     has_aux: bool,
     using: Using | None = ...,
     donate: bool = True,
-    retries: int = 0,
+    retries: bool | int = 0,
     microbatches: int = 1,
     weight: Callable[..., Scalar] | None = None,
     audit_every: int | None = None,
@@ -146,7 +147,7 @@ def train_step(
     has_aux: bool = False,
     using: Using | None = None,
     donate: bool = True,
-    retries: int = 0,
+    retries: bool | int = 0,
     microbatches: int = 1,
     weight: Callable[..., Scalar] | None = None,
     audit_every: int | None = None,
@@ -173,11 +174,13 @@ def train_step(
             the newest state. Nothing is donated under `jax_debug_nans` and `jax_debug_infs`. If a
             step is interrupted before its results are assigned, they are lost: restart from a
             checkpoint.
-        retries: the largest number of times that a step with a non-finite gradient is taken again
-            with the same batch, >= 0, at the scale that the rule has lowered. There is no retry if
-            the loss is not finite, or the rule keeps its scale. If none is applied, the scale is
-            that after one skipped step. The telemetry counts `retried_steps`. No copy of parameters
-            or batch is made for it. With retries, the host reads one bit at each step on a GPU.
+        retries: whether a step with a non-finite gradient is taken again with the same batch, at
+            the scale that the rule has lowered: True until it fits, or the rule lowers the scale no
+            more; an integer >= 0 is the largest number of tries, for where a step must not take
+            long. There is no retry if the loss is not finite, or the rule keeps its scale. If none
+            is applied, the scale is that after one skipped step. The telemetry counts
+            `retried_steps`. No copy of parameters or batch is made for it. With retries, the host
+            reads one bit at each step on a GPU.
         microbatches: an integer >= 1 that divides the leading axis of the batch: so many parts are
             computed one after the other, with the memory of one, for one check and one update. Part
             `i` has the examples `i`, `i + microbatches` and so on, so each device keeps its own.
@@ -216,10 +219,10 @@ def train_step(
             own, `donate` or `mend` is not a bool, or `retries`, `microbatches` or `audit_every` not
             a number; from `step`, the first argument is no `TrainState`, or the loss or a parameter
             no array.
-        ValueError: `retries` is not an integer >= 0, `microbatches` or `audit_every` none >= 1, or
-            `audit_bounds` are out of range; `mend` without `audit_every`; `audit_every` is given,
-            and `loss_fn` is not from `autocast`; from `step`, a transformation around `loss_scaled`
-            could hide an overflow, or `microbatches` does not divide the batch.
+        ValueError: `retries` is no bool and no integer >= 0, `microbatches` or `audit_every` none
+            >= 1, or `audit_bounds` are out of range; `mend` without `audit_every`; `audit_every` is
+            given, and `loss_fn` is not from `autocast`; from `step`, a transformation around
+            `loss_scaled` could hide an overflow, or `microbatches` does not divide the batch.
 
     Examples:
         >>> import gainstage as gs
@@ -236,7 +239,7 @@ def train_step(
     advice = " The optimizer is part of the state: gainstage.TrainState.create(params, tx)."
     loss = loss_function("loss_fn", loss_fn, has_aux, using, "train_step", advice)
     donates = checks.flag("donate", donate)
-    retries = checks.integer("retries", retries, low=0)
+    retries = checked_retries("retries", retries)
     count = checks.integer("microbatches", microbatches, low=1)
     if weight is not None and not callable(weight):
         raise TypeError(
@@ -414,6 +417,7 @@ class _CompiledStep:
         self._is_fixed = scaled is not None and scaled.is_fixed
         self._lowest = _lowest_of(scaled.rule) if scaled else 0.0
         self._watch = DeadRunWatch(self._lowest)
+        self._lost = _watch_of_lost_steps(options.retries, scaled.rule if scaled else None)
         self._is_known = options.is_mended  # whether the first program and its batch were looked at
         self._programs: dict[Any, _Program] = {}
 
@@ -427,6 +431,7 @@ class _CompiledStep:
             return Given(state.params, state.extra, part, scale, state.step, self._lowest)
 
         try:
+            self._lost.look()
             if audits is None:
                 self._watch.look(lambda: current_scale(opt_state))
                 return
@@ -469,6 +474,8 @@ class _CompiledStep:
             self._watch.see(
                 scaled.applied, outcome.loss, True, scale, outcome.spoiled, outcome.beside
             )
+            structure = default_registry.flatten(batch)[1]
+            self._lost.see(scaled.applied, outcome.loss, scale, step, structure)
             vars(state)["_returned"] = _Returned(self, program, partition, leaves, arrays, kinds)
         return state, outcome.loss, *outcome.aux
 
@@ -594,6 +601,17 @@ def _unshared(
     kept = [x for i, x in enumerate(arrays) if i not in donated]
     free = iter(unshared([arrays[i] for i in program.donated], [*kept, *others]))
     return [next(free) if i in donated else x for i, x in enumerate(arrays)]
+
+
+def _watch_of_lost_steps(retries: int, rule: LossScale | None) -> LostStepsWatch:
+    """The watch of a run with this rule, None for one of another library."""
+    is_fixed = isinstance(rule, FixedLossScale)
+    advice = what_helps(
+        retries=None if 0 < retries < UNTIL_IT_FITS else bool(retries),
+        is_fixed=is_fixed,
+        hysteresis=getattr(rule, "hysteresis", 1),
+    )
+    return LostStepsWatch(advice, retries > 0 and not is_fixed)
 
 
 def _lowest_of(rule: LossScale) -> float:

@@ -123,7 +123,7 @@ class Step(NamedTuple):
     Args:
         loss: what is differentiated.
         tx: the transformation.
-        retries: as for `train_step`.
+        retries: the largest number of retries.
         microbatches: how a batch is divided.
     """
 
@@ -154,7 +154,8 @@ class Step(NamedTuple):
         def tried(taken: Taken, before: OptState) -> Attempt:
             old, new = (loss_scaled_state(state) for state in (before, taken.opt_state))
             scales = old.rule_state.scale, new.rule_state.scale
-            return Attempt(may_help(new.applied, taken.outcome.loss, *scales), taken)
+            helps = may_help(new.applied, taken.outcome.loss, *scales, self.retries)
+            return Attempt(helps, taken)
 
         def again(skipped: Taken) -> Attempt:
             before = retried(skipped.opt_state)

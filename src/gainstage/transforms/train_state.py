@@ -304,7 +304,12 @@ class TrainState(Generic[Params]):
             factor = marked(scale, "scale")
             found = compute_gradients_beside(loss, self._parts, factor, batch, kwargs)
             aux = [found.aux] if has_aux else []
-            extra = marked_extra(found.extra, (self.params, self.extra), (batch, kwargs))
+            extra, started = found.extra, ((self.params, self.extra), (batch, kwargs))
+            if isinstance(extra, NewExtra):  # without the objects of the batch, which stay the same
+                model, more = marked_extra((extra.model, extra.extra), *started)
+                extra = extra._replace(model=model, extra=more)
+            else:
+                extra = marked_extra(extra, *started)
             return found.loss, extra, found.true_grads(factor), *aux
 
         return true

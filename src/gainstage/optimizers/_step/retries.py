@@ -36,7 +36,7 @@ def take_with_retries(
         result, conditions, found = take()
         changed[:] = dict.fromkeys([*variables(), *found.assigned])
         applied = jnp.array(conditions, bool).all()
-        helps = may_help(applied, found.loss, before, rule.scale.value())
+        helps = may_help(applied, found.loss, before, rule.scale.value(), retries)
         return Attempt(helps, (result, applied))
 
     def again(_: object) -> Attempt:
