@@ -128,6 +128,24 @@ def test_the_line_of_the_gradient_is_named():
     assert f"inside of the loss at {line} is too large" in str(x)
 
 
+def test_two_gradients_get_a_factor_each():
+    """Gradients of very different sizes inside of one loss have different factors that fit."""
+
+    def loss_with(first, second):
+        def loss_fn(w, x, size):
+            slopes = first(inner_loss)(w, x, size), second(inner_loss)(w, -x, size**2)
+            each = zip(slopes, (size, size**2), strict=True)
+            return inner_loss(w, x, 1.0) + sum(jnp.sum((g["up"] / n) ** 2) for g, n in each)
+
+        return loss_fn
+
+    x, size = look(loss_with(jax.grad, jax.grad), 1e-7), 1e-7
+    small, smaller = (factor.fits for factor in x.factors)
+    assert 2.0**20 < smaller / small < 2.0**26  # as the sizes, 2**23
+    exact = jax.grad(loss_with(jax.grad, jax.grad))(W, X, 1.0)
+    assert error(loss_with(under(small), under(smaller)), exact, size) < 0.01
+
+
 def test_a_factor_may_be_any_number():
     """A factor that is no power of two, or an array, is found with its size."""
     for factor in (3e9, jnp.float32(3e9)):

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from gainstage._base.checks import as_power
+from gainstage._programs.jaxprs import Path
 from gainstage._xray.causes import Cause, importance, line_of_result
 from gainstage._xray.walk import Ran, Result
 from gainstage._xray.windows import is_measured, window_of
 
-Path = tuple[int, ...]
 # Powers of two below the largest factor that fits. A factor stays the same while the numbers in
 # training do not, and one that is too large costs each step. So it gets more room than a loss
 # scale, which is halved. It gets no more than that, because the cotangents of the whole loss are
 # divided by it where they go through the gradient inside.
-ROOM = 4
+SPARE_POWERS = 4
 
 
 class LocalFactor(NamedTuple):
@@ -44,16 +44,16 @@ def factors_of(ran: Ran, causes: Sequence[Cause], scale: float, error: float) ->
         return []
     weights, is_behind = importance(ran), any(cause.is_backward for cause in causes)
     found = []
-    for part in _parts(ran):
+    for part in _parts_under_factors(ran):
         if not part[0].is_backward:
-            found.append(_of_gradient(ran, part, weights, error))
+            found.append(_of_inner_gradient(ran, part, weights, error))
         elif is_behind:
-            found.append(_of_part(ran, part, weights, math.log2(scale), error))
+            found.append(_of_network_part(ran, part, weights, math.log2(scale), error))
     return [factor for factor in found if factor is not None]
 
 
-def _parts(ran: Ran) -> Iterator[list[Result]]:
-    """The results of each part: those with a factor that depend on each other, in any iteration
+def _parts_under_factors(ran: Ran) -> Iterator[list[Result]]:
+    """The results of each part: those with one factor that depend on each other, in any iteration
     of a loop."""
     results: dict[Path, list[Result]] = defaultdict(list)
     beside: dict[Path, set[Path]] = defaultdict(set)
@@ -62,7 +62,7 @@ def _parts(ran: Ran) -> Iterator[list[Result]]:
             continue
         results[result.path].append(result)
         for operand in (ran.results[i] for i in result.operands):
-            if operand.factor is not None and operand.is_backward == result.is_backward:
+            if (operand.factor, operand.is_backward) == (result.factor, result.is_backward):
                 beside[result.path].add(operand.path)
                 beside[operand.path].add(result.path)
     seen: set[Path] = set()
@@ -78,13 +78,13 @@ def _parts(ran: Ran) -> Iterator[list[Result]]:
             yield sorted(part, key=lambda result: result.id)
 
 
-def _of_gradient(
+def _of_inner_gradient(
     ran: Ran, part: Sequence[Result], weights: Mapping[int, float], error: float
 ) -> LocalFactor | None:
     """The factor that fits a gradient inside of the loss, if the present one does not."""
     first, now = part[0], part[0].factor or 0.0
     window = window_of(part, weights, now, error)
-    fits = max(window.high - ROOM, window.low)
+    fits = max(window.high - SPARE_POWERS, window.low)
     if window.low <= now <= window.high or window.is_empty or not math.isfinite(fits):
         return None
     halves = [r for r in part if is_measured(r)]
@@ -103,7 +103,7 @@ def _of_gradient(
     )  # fmt: skip
 
 
-def _of_part(
+def _of_network_part(
     ran: Ran, part: Sequence[Result], weights: Mapping[int, float], at: float, error: float
 ) -> LocalFactor | None:
     """The factor with which a part overflows at the same loss scale as the others, if no scale of
@@ -115,10 +115,10 @@ def _of_part(
     fits_both = max(own.low, rest.low, 0.0) <= min(own.high, rest.high)
     if fits_both or not change or not math.isfinite(change):
         return None
-    line, fits, is_too = first.place.line, now + change, "large" if change < 0 else "small"
+    line, fits, is_too = first.place.line, round(now + change), "large" if change < 0 else "small"
     return LocalFactor(
         line, 2.0**now, 2.0**fits,
         f"the factor {as_power(2.0**now)} of the part{f' at {line}' * bool(line)} is too {is_too} "
         f"beside the others. {as_power(2.0**fits)} fits: "
-        f"gainstage.transforms.locally_scaled(part, 2.0**{fits:.0f})",
+        f"gainstage.transforms.locally_scaled(part, 2.0**{fits})",
     )  # fmt: skip
