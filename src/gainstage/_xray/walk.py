@@ -237,7 +237,7 @@ class _Walk:
 
     def _factor(self, eqn: JaxprEqn, values: list[Value], is_backward: bool) -> float | None:
         """Finds the factor of a result: `locally_scaled` multiplies by it and divides again. A
-        gradient inside of the loss starts with none, which is 2**0."""
+        gradient inside of the loss starts with none, which is a factor of 1."""
         notes = [v.note for v in values]
         known = [n.factor for n in notes if n.factor is not None and n.is_backward >= is_backward]
         factor, scopes = max(known, key=abs, default=None), self._places.scopes
