@@ -1,7 +1,7 @@
 """Records runs and explains them: writers, alarms, reports, and the causes of bad steps."""
 
 from gainstage._xray.step_recorder import BadStep, StepRecorder, read_step
-from gainstage._xray.xray import Cause, Remedy, Window, Xray
+from gainstage._xray.xray import Cause, LocalFactor, Remedy, Window, Xray
 from gainstage.runs.alarms import Alarm, Alarms, alarms_in
 from gainstage.runs.recording import Run, read_run
 from gainstage.runs.telemetry import Report, Underflow, report, telemetry
@@ -13,6 +13,7 @@ __all__ = [
     "BadStep",
     "Cause",
     "JsonLines",
+    "LocalFactor",
     "Remedy",
     "Report",
     "Run",

@@ -126,7 +126,7 @@ def microbatches(w, state):
     return TX.update(jax.lax.scan(body, 0.0 * w, jnp.ones(2))[0], state, w)
 
 
-def on_devices(reduce, change=lambda g: g):
+def on_devices(reduce, change=lambda g: g, **options):
     """A step on eight devices, of a loss of all of them."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -135,8 +135,16 @@ def on_devices(reduce, change=lambda g: g):
         return TX.update(change(grads), state, w)
 
     specs = PartitionSpec(), PartitionSpec(), PartitionSpec("data")
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), **options)
     return lambda w, state: mapped(w, state, jnp.ones(8))
+
+
+def mean_of(x):
+    return jax.lax.pmean(x, "data")
+
+
+def sum_of(x):
+    return jax.lax.psum(x, "data")
 
 
 def two_states(w, state, other):
@@ -260,6 +268,21 @@ RIGHT = {
     "on eight devices": (on_devices(lambda loss: jax.lax.pmean(loss, "data")), SCALED),
     "a sum of eight devices": (on_devices(lambda loss: jax.lax.psum(loss / 8, "data")), SCALED),
     "a sum that is divided": (on_devices(lambda loss: loss, lambda g: g / 8), SCALED),
+    "a sum whose mean is divided": (
+        on_devices(lambda loss: loss, lambda g: mean_of(g) / 8),
+        SCALED,
+    ),
+    "a mean of what is divided": (on_devices(lambda loss: loss, lambda g: mean_of(g / 8)), SCALED),
+    "a sum of what is divided": (on_devices(lambda loss: loss, lambda g: sum_of(g) / 64), SCALED),
+    "a mean of mean gradients": (on_devices(mean_of, mean_of), SCALED),
+    "a mean of gradients of each device": (
+        on_devices(lambda loss: loss, mean_of, check_vma=False),
+        SCALED,
+    ),
+    "a sum of gradients of each device": (
+        on_devices(lambda loss: loss, lambda g: sum_of(g) / 8, check_vma=False),
+        SCALED,
+    ),
     "for each example": (
         lambda w, s: TX.update(
             jax.vmap(lambda x: gs.value_and_grad(plain, s)(w, x)[1])(jnp.ones(4)).mean(0), s, w
@@ -484,6 +507,21 @@ WRONG = {
     "the loss of each device": (
         "summed", r"jax\.lax\.pmean\(loss, 'data'\) from loss_fn",
         on_devices(lambda loss: loss), SCALED,
+    ),
+    "the loss of each device, and a mean of the gradients": (
+        "summed", r"jax\.lax\.pmean\(loss, 'data'\) from loss_fn",
+        on_devices(lambda loss: loss, mean_of), SCALED,
+    ),
+    "the same in other words": (
+        "summed", "varies over 'data'",
+        on_devices(lambda loss: loss, lambda g: sum_of(g.astype(jnp.bfloat16)) * 0.125), SCALED,
+    ),
+    "a sum that is divided before": (
+        "summed", "varies over 'data'",
+        on_devices(lambda loss: loss, lambda g: sum_of(g / 8)), SCALED,
+    ),
+    "a sum of sums": (
+        "summed", "varies over 'data'", on_devices(lambda loss: loss, sum_of), SCALED,
     ),
     "a divisor that is written out": (
         "constant divisor", r"FixedLossScale\(scale\)",

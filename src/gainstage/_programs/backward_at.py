@@ -22,7 +22,7 @@ from jax.dtypes import float0
 from jax.typing import ArrayLike
 
 from gainstage._base._jax import JaxprEqn
-from gainstage._programs.scopes import KEEP_FLOAT32, SELF_SCALED
+from gainstage._programs.scopes import DIVIDED, KEEP_FLOAT32, MULTIPLIED, SELF_SCALED
 
 OWN_DERIVATIVE = frozenset(("custom_vjp_call", "custom_vjp_call_jaxpr"))
 
@@ -59,8 +59,12 @@ def backward_at(fun: Callable[..., Any], factor: ArrayLike) -> Callable[..., Any
     def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
         factor, pull, places = kept
         cotangents = jax.tree.map(_with_zeros, cotangents, is_leaf=_is_symbolic)
-        grads = pull(_by_factor(cotangents, factor))
-        return None, *places.filled(_by_factor(grads, 1 / factor))
+        with jax.named_scope(MULTIPLIED):
+            cotangents = _by_factor(cotangents, factor)
+        grads = pull(cotangents)
+        with jax.named_scope(DIVIDED):
+            grads = _by_factor(grads, 1 / factor)
+        return None, *places.filled(grads)
 
     call = jax.custom_vjp(gainstage_backward_at)
     call.defvjp(forward, backward, symbolic_zeros=True)

@@ -5,6 +5,7 @@ library marks some values of a program by `jax.ad_checkpoint.checkpoint_name`, w
 nothing; what is known of them is what `marks_of` returns. What is not known says nothing.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -42,6 +43,7 @@ _MOVES = {n for n, does in DOES.items() if does in (_D.KEEP, _D.SUM)} - {
     "reduce_sum", "reduce_max", "reduce_min", "cumsum",
 }  # fmt: skip
 _ADDS = {"reduce_sum", "cumsum", "reduce_window_sum"}  # numbers of one operand
+_SUMS_OF_DEVICES = {"psum", "psum2", "psum_invariant"}
 TO_FLOAT16, CLIP, WHERE = "float16", "jnp.clip", "jnp.where(jnp.isfinite(...), ...)"
 WITHOUT_SCALE = "a gradient without the scale"  # is added to one that had it
 ROUNDS = {"round": "jnp.round", "floor": "jnp.floor", "ceil": "jnp.ceil"}
@@ -57,6 +59,15 @@ class Flaw(NamedTuple):
     name: str
     eqn: JaxprEqn
     is_inside: bool  # of the backward pass
+
+
+class Summed(NamedTuple):
+    """What was done to gradients that JAX has summed over devices."""
+
+    eqn: JaxprEqn  # that of the mark
+    over: str  # the axes, as they are written in code
+    times: float = 1.0  # what they were multiplied by since
+    copies: frozenset[str] = frozenset()  # the axes along which they are equal, and may be summed
 
 
 class Seen(NamedTuple):
@@ -78,6 +89,7 @@ class Seen(NamedTuple):
     chosen: JaxprEqn | None = None  # what has chosen between that and another one
     flaws: tuple[Flaw, ...] = ()
     last: JaxprEqn | None = None  # the equation that has changed the degree last
+    summed: Summed | None = None  # it is such gradients
 
 
 def degree_of_product(a: Degree, b: Degree, sign: int = 1) -> Degree:
@@ -135,6 +147,7 @@ def _joined(values: Sequence[Seen]) -> Seen:
                 chosen=first.chosen or x.chosen,
                 flaws=_merged(x.flaws, first.flaws),
                 last=first.last or x.last,
+                summed=first.summed if first.summed == x.summed else None,
             )
     return first
 
@@ -224,7 +237,29 @@ def _result(eqn: JaxprEqn, xs: Sequence[Seen], variable: Var, is_inside: bool) -
         chosen=_choice(eqn, xs),
         flaws=_merged(kept, new),
         last=eqn if changes else next((x.last for x in xs if x.last is not None), None),
+        summed=_still_summed(eqn, xs),
     )
+
+
+def _still_summed(eqn: JaxprEqn, xs: Sequence[Seen]) -> Summed | None:
+    """What is known of gradients that JAX has summed over devices, if a result is still that: in
+    another form, multiplied by a number, or their own sum or mean over devices, of equal ones."""
+    name, each = eqn.primitive.name, [x.summed for x in xs if x.summed is not None]
+    if len(each) != 1:
+        return None
+    (found,) = each
+    if name in _NUMERIC:
+        return found
+    if name == "pvary":
+        return found._replace(copies=found.copies.union(eqn.params["axes"]))
+    if name in _SUMS_OF_DEVICES and len(xs) == 1 and found.copies.issuperset(eqn.params["axes"]):
+        sizes = jaxprs.array(eqn.invars[0]).sharding.mesh.shape
+        count = math.prod(sizes[axis] for axis in eqn.params["axes"])
+        return found._replace(times=found.times * count)
+    number = xs[1].number if xs[0].summed else xs[0].number
+    if number and (name == "mul" or (name == "div" and xs[0].summed)):
+        return found._replace(times=found.times * (number if name == "mul" else 1 / number))
+    return None
 
 
 def _is_bare(eqn: JaxprEqn, xs: Sequence[Seen], is_inside: bool) -> bool:
@@ -499,7 +534,7 @@ class _Reading:
         elif name == OWN:
             x = Seen(x.degree, x.through | {OWN}, derived=x.derived)
         elif name == "summed":
-            x = x._replace(origin=(name, id(eqn)))
+            x = x._replace(summed=Summed(eqn, ",".join(options)))
         self.marks.append(Mark(name, tuple(options), x, eqn, line_of(eqn) or self._line))
         # What an update makes of its gradients are numbers, with which others may begin.
         return Seen(self._divisor()) if name == "gradient" else x

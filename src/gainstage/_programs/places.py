@@ -19,7 +19,7 @@ from gainstage._base.warn import is_installed
 from gainstage._programs import jaxprs
 from gainstage._programs.jaxprs import AnyJaxpr
 from gainstage._programs.operations import Trait, names_with
-from gainstage._programs.scopes import KERNEL, SELF_SCALED
+from gainstage._programs.scopes import DIVIDED, KERNEL, MULTIPLIED, SELF_SCALED
 
 Frames = tuple[tuple[str, int, int], ...]
 # The names of a layer's parameters in Flax, Keras, Equinox, Haiku and torch.
@@ -31,6 +31,7 @@ INDEXING = names_with(Trait.INDEX)  # whose results from a parameter count as da
 WRAPPERS = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|checkpoint|remat|linearize)\(([^()]*)\)")
 ANONYMOUS = re.compile(
     rf"rematted_computation|checkpoint|remat|while|body|cond|closed_call|<lambda>|{KERNEL}|{SELF_SCALED}"
+    rf"|{MULTIPLIED}|{DIVIDED}"
 )
 
 
@@ -45,6 +46,9 @@ class Note(NamedTuple):
     order: float = math.inf  # for a cotangent: when its forward equation was run
     is_data: bool = False  # whether it depends on the data, and is no constant or parameter
     tag: int = 0  # for a cotangent: log2 of its local scale
+    # For a cotangent of a part under `locally_scaled`, or of a gradient inside of the loss: log2 of
+    # the factor that it is multiplied by. None elsewhere.
+    factor: float | None = None
 
 
 class Place(NamedTuple):
@@ -77,6 +81,11 @@ class Places:
         self._line = "", ""
         self._of_library: Frames | None = None  # of the call of a library's function around
         self._order: list[tuple[str, bool]] = []  # the parameter at each forward equation
+
+    @property
+    def scopes(self) -> str:
+        """The scopes around the current equation, with the transformations around them."""
+        return "/".join(self._scopes)
 
     def source(self, kind: str, name: str, own: bool) -> Note:
         """Returns the note of an argument or a constant of the program."""
@@ -122,7 +131,7 @@ class Places:
             for calls in _suffixes(self._calls):
                 self._forward[calls].append((len(self._order), near, at))
         line, via = self._line
-        return Place(near, at, _scope("/".join(self._scopes)), line, via), note
+        return Place(near, at, _scope(self.scopes), line, via), note
 
     def _behind(self, order: float) -> tuple[float, str, bool]:
         """Finds the forward equation of a backward one: the last of its line that was run before
@@ -159,6 +168,20 @@ def layer_of(place: Place) -> str:
     if last.isdigit() and place.scope:
         return place.scope
     return layer if layer and last in OWN_NAMES else place.near
+
+
+def is_gradient_inside(scopes: str, is_constant: bool) -> bool:
+    """Whether scopes are those of the backward pass of a gradient that is part of the loss, of an
+    equation that does not depend on the loss scale.
+
+    Args:
+        scopes: all around the equation.
+        is_constant: whether it depends neither on the parameters nor on the data. JAX moves it out
+            of the loops around it, and of their scopes.
+    """
+    is_recomputed = "rematted_computation" in scopes
+    begins = scopes.startswith("transpose(")  # as the backward pass of the whole loss does
+    return "transpose(" in scopes and not is_recomputed and (is_constant or not begins)
 
 
 def frames_of(eqn: JaxprEqn) -> Frames:

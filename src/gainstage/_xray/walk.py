@@ -14,9 +14,12 @@ from gainstage._base._jax import JaxprEqn, ShapedArray
 from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import HALF, down, in_dtype, is_half, up
 from gainstage._programs.jaxprs import CALLBACKS, Path
-from gainstage._programs.places import Note, Place, Places, layer_of
+from gainstage._programs.places import Note, Place, Places, is_gradient_inside, layer_of
+from gainstage._programs.scopes import DIVIDED, MULTIPLIED, SELF_SCALED
 from gainstage._xray.numbers import Numbers, has_floats, largest, numbers_of, relative_error
 from gainstage._xray.program import Program
+
+FACTOR_ROUNDS = 1e-3  # by which log2 of a factor and of one over it may differ
 
 
 class Value(NamedTuple):
@@ -44,6 +47,7 @@ class Result(NamedTuple):
     error: float  # of all elements, relative to the reference
     is_born: bool  # not finite, though all operands are
     derivative_of: str = ""  # the operation in the user's line, if it is another one
+    factor: float | None = None  # that of its note
 
     @property
     def is_half(self) -> bool:
@@ -181,6 +185,7 @@ class _Walk:
         if name.startswith("debug_"):
             return [Value(None, None, Note()) for _ in eqn.outvars]
         place, note = self._places.of(eqn, [v.note for v in values])
+        note = note._replace(factor=self._factor(eqn, values, note.is_backward))
         tag = self._changes.local.get(layer_of(place), 0) if note.is_backward else 0
         note = note._replace(tag=tag)
         island = path in self._changes.islands and name not in CALLBACKS
@@ -227,8 +232,26 @@ class _Walk:
             id=len(self.results), path=path, turns=turns, op=eqn.primitive.name, place=place,
             dtype=aval.dtype, shape=aval.shape, is_backward=note.is_backward, operands=operands,
             numbers=numbers, ref=reference, error=error, is_born=is_born,
-            derivative_of=self._derivative_of(eqn, values),
+            derivative_of=self._derivative_of(eqn, values), factor=note.factor,
         )  # fmt: skip
+
+    def _factor(self, eqn: JaxprEqn, values: list[Value], is_backward: bool) -> float | None:
+        """Finds the factor of a result: `locally_scaled` multiplies by it and divides again. A
+        gradient inside of the loss starts with none, which is a factor of 1."""
+        notes = [v.note for v in values]
+        known = [n.factor for n in notes if n.factor is not None and n.is_backward >= is_backward]
+        factor, scopes = max(known, key=abs, default=None), self._places.scopes
+        name, multiplies, divides = eqn.primitive.name, MULTIPLIED in scopes, DIVIDED in scopes
+        if name == "mul" and (multiplies or (divides and factor)) and not notes[1].is_backward:
+            with np.errstate(divide="ignore"):
+                found = (factor or 0.0) + float(np.log2(np.max(np.asarray(values[1].x))))
+            return found if multiplies or abs(found) > FACTOR_ROUNDS else None
+        if factor or (factor is not None and name == "convert_element_type"):
+            return factor
+        if is_backward or SELF_SCALED in scopes:
+            return None
+        is_constant = not any(n.is_data or n.own for n in notes)
+        return 0.0 if is_gradient_inside(scopes, is_constant) else None
 
     def _derivative_of(self, eqn: JaxprEqn, values: list[Value]) -> str:
         """Recognises the derivative of a square root: a number divided by the root."""

@@ -1,13 +1,14 @@
 """The loss scales that fit, for each layer and for all together."""
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gainstage._programs.places import layer_of
 from gainstage._xray.causes import importance, rounding
 from gainstage._xray.numbers import largest
-from gainstage._xray.walk import Ran
+from gainstage._xray.walk import Ran, Result
 
 UNKNOWN = -math.inf, math.inf
 
@@ -37,22 +38,39 @@ def windows_of(ran: Ran, scale: float, error: float) -> dict[str, Window]:
         error: the relative error that rounding one result to subnormal numbers may cause.
     """
     weights, at = importance(ran), math.log2(scale)
-    windows: dict[str, Window] = {}
+    layers: dict[str, list[Result]] = defaultdict(list)
     for result in ran.results:
-        ref = result.ref
-        if not (result.is_backward and result.is_half and ref.rms > 0) or ref.bad:
-            continue
-        high = math.floor(math.log2(largest(result.dtype) / ref.max) + at)
+        if result.is_backward and is_measured(result):
+            layers[layer_of(result.place)].append(result)
+    return {layer: window_of(each, weights, at, error) for layer, each in layers.items()}
+
+
+def is_measured(result: Result) -> bool:
+    """Whether a result is in half precision, and its reference has finite numbers, not only 0."""
+    return result.is_half and result.ref.rms > 0 and not result.ref.bad
+
+
+def window_of(
+    results: Sequence[Result], weights: Mapping[int, float], at: float, error: float
+) -> Window:
+    """Returns the window of results that are proportional to a factor.
+
+    Args:
+        results: the results; those that are not in half precision do not matter.
+        weights: the importance of each.
+        at: log2 of the factor that they have.
+        error: the relative error that rounding one result to subnormal numbers may cause.
+    """
+    window = Window(*UNKNOWN)
+    for result in filter(is_measured, results):
+        high = math.floor(math.log2(largest(result.dtype) / result.ref.max) + at)
         share = rounding(result) * weights.get(result.id, 0.0)
         low = math.ceil(math.log2(share / error) + at) if share > 0 else -math.inf
-        layer = layer_of(result.place)
-        known = windows.get(layer, Window(*UNKNOWN))
-        if low > known.low:
-            known = known._replace(low=low, lowest=f"{result.op} {result.place}")
-        if high < known.high:
-            known = known._replace(high=high, highest=f"{result.op} {result.place}")
-        windows[layer] = known
-    return windows
+        if low > window.low:
+            window = window._replace(low=low, lowest=f"{result.op} {result.place}")
+        if high < window.high:
+            window = window._replace(high=high, highest=f"{result.op} {result.place}")
+    return window
 
 
 def common_window(windows: Mapping[str, Window]) -> Window:

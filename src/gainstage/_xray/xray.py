@@ -15,6 +15,7 @@ from gainstage._programs import jaxprs
 from gainstage._programs.jaxprs import OPAQUE
 from gainstage._variables.types import PyTree, Scalar, Using
 from gainstage._xray.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
+from gainstage._xray.factors import LocalFactor, factors_of
 from gainstage._xray.numbers import whole_error
 from gainstage._xray.program import Program, program_of
 from gainstage._xray.remedies import Remedy, remedies_for
@@ -26,9 +27,10 @@ from gainstage.transforms.loss_scaled_state import loss_scaled_state
 from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.value_and_grad import LossFunction
 
-__all__ = ["Cause", "Remedy", "Window", "Xray", "xray"]
+__all__ = ["Cause", "LocalFactor", "Remedy", "Window", "Xray", "xray"]
 
 SHOWN_CAUSES = 3  # causes that are printed
+ROUNDED = 0.01  # the relative error that rounding one result to subnormal numbers may cause
 DIVERGED = 100.0  # a root mean square that the parameters of a network that learns do not have
 NEEDED = "2^0 does not fit: float16 needs loss scaling at these weights"
 NOT_NEEDED = "2^0 fits: float16 needs no loss scaling at these weights"
@@ -139,6 +141,8 @@ class Xray:
         gradient_errors: the error of each gradient relative to float32, the worst first; NaN if the
             gradient is not finite. If the gradient is below 1e-5 of all gradients together, the
             error is relative to all of them.
+        factors: factors of `gainstage.transforms.locally_scaled` that fit where the present one, or
+            none, does not: a list of `LocalFactor`.
         remedies: changes that were tried, a list of `Remedy`.
         unseen: operations that the X-ray cannot look into, such as `shard_map` and Pallas kernels.
     """
@@ -162,6 +166,7 @@ class Xray:
         self.finite: bool = ran.is_finite
         self.loss: float = float(np.asarray(jax.device_get(ran.loss)))
         self.causes: list[Cause] = losses_of(ran) if self.finite else causes_of(ran)
+        self.factors: list[LocalFactor] = factors_of(ran, self.causes, scale, ROUNDED)
         self.gradient_errors: dict[str, float] = _errors(program, ran)
         self.unseen: list[str] = sorted({r.op for r in ran.results} & OPAQUE)
         self.remedies: list[Remedy] = []
@@ -169,7 +174,7 @@ class Xray:
             windows = self.windows()
             self.remedies = remedies_for(program, ran, scale, self.causes, windows, tick, is_cast)
 
-    def windows(self, error: float = 0.01) -> dict[str, Window]:
+    def windows(self, error: float = ROUNDED) -> dict[str, Window]:
         """Returns the scales that fit each layer; empty if a float32 reference is not finite.
 
         Args:
@@ -180,7 +185,7 @@ class Xray:
             return {}
         return windows_of(self._ran, self.scale, error)
 
-    def window(self, error: float = 0.01) -> Window:
+    def window(self, error: float = ROUNDED) -> Window:
         """Returns the scales that fit all layers."""
         return common_window(self.windows(error))
 
@@ -242,6 +247,7 @@ class Xray:
         if len(self.causes) > SHOWN_CAUSES:
             more = len(self.causes) - SHOWN_CAUSES
             lines.append(f"and {more} more cause{'s' * (more > 1)}")
+        lines += [f"factor: {factor}" for factor in self.factors]
         window = self.window()
         if math.isfinite(window.low) and math.isfinite(window.high):
             lines.append(_described(window))

@@ -50,7 +50,8 @@ NOT_LINEAR = (
     " The loss itself is right, so look at its backward pass too: a jax.custom_vjp that clips, "
     "normalises or takes the sign of its cotangents depends on the loss scale, which "
     "gs.lint(step, state, *batch) finds; a gradient inside of the loss needs a scale of its own: "
-    "jax.grad(gs.transforms.locally_scaled(part, 2.0**15))."
+    "jax.grad(gs.transforms.locally_scaled(part, 2.0**n)), with the n that "
+    "gs.xray(loss_fn, state, *batch) names."
 )
 
 

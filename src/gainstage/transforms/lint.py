@@ -264,7 +264,6 @@ def faults_in(marks: Sequence[Mark]) -> list[Fault]:
     by: Mark | None = None
     grads = list[Mark]()
     taken: dict[Any, Mark] = {}  # the update that got each decision
-    summed: dict[Any, Mark] = {}  # the gradients that JAX sums over devices
     for mark in marks:
         origin = mark.value.origin
         if mark.name == "taken" and state and origin is not None:
@@ -279,13 +278,11 @@ def faults_in(marks: Sequence[Mark]) -> list[Fault]:
                 faults[_fault("scale thrown away", state, mark.eqn)] = None
         elif mark.name == "by":
             by = mark
-        elif mark.name == "summed":
-            summed[origin] = mark
         elif mark.name == "gradient":
             grads.append(mark)
-            if state and origin in summed:
-                over = ",".join(summed[origin].options)
-                faults[_fault("summed", state, summed[origin].eqn, over=over)] = None
+            summed = mark.value.summed
+            if state and summed and summed.times > 0.99:  # not divided, but for rounding
+                faults[_fault("summed", state, summed.eqn, over=summed.over)] = None
         elif state and (fault := _of_function(mark, state)):
             faults[fault] = None
     return list(faults | dict.fromkeys(_of_update(state, by, grads)))

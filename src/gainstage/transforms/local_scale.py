@@ -24,7 +24,8 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
     may underflow. A float32 parameter that `fun` casts loses nothing.
 
     A gradient inside of a loss, such as a penalty or the inner step of MAML, is scaled by nothing
-    else: `jax.grad(locally_scaled(part, 2.0**15))`. Its derivatives of all orders are those of
+    else: `jax.grad(locally_scaled(part, 2.0**15))`. `gainstage.xray` of a step says which factor
+    fits. Its derivatives of all orders are those of
     `fun`, with regard to all arguments and to what `fun` closes over. `jax.jvp` of it is refused,
     as of each function with a `jax.custom_vjp`.
 
