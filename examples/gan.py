@@ -20,6 +20,8 @@ NOISE, HIDDEN, BATCH, PENALTY = 32, 128, 100, 0.2
 
 
 class Generator(nnx.Module):
+    """Images of noise."""
+
     def __init__(self, rngs):
         sizes = (NOISE, HIDDEN), (HIDDEN, HIDDEN)
         self.layers = nnx.List([nnx.Linear(*size, rngs=rngs) for size in sizes])
@@ -33,6 +35,8 @@ class Generator(nnx.Module):
 
 
 class Discriminator(nnx.Module):
+    """A score of images."""
+
     def __init__(self, rngs):
         self.hidden = nnx.Linear(64, HIDDEN, rngs=rngs)
         self.middle = nnx.Linear(HIDDEN, HIDDEN, rngs=rngs)
@@ -54,6 +58,7 @@ def discriminator_loss(discriminator, generator, images, z):
 
 
 def generator_loss(generator, discriminator, z):
+    """Low where the discriminator takes made images for real ones."""
     return nnx.softplus(-discriminator(generator(z))).mean()
 
 
@@ -96,6 +101,7 @@ def distance(generator, seed=0):
 
 
 def main(argv=None):
+    """Prints a line for each precision."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seeds", type=int, default=3)

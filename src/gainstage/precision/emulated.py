@@ -157,8 +157,8 @@ class Emulated:
     def __init__(
         self, places: Emulations, numbers: Mapping[str, int], levels: Any, room: float = 1.0
     ):
-        self._places, self._numbers, self._levels = places, numbers, levels
-        self._room = room
+        self._places, self._numbers, self._room = places, numbers, room
+        self._levels: Any = levels
 
     def begin(self, casting: Casting, program: AnyJaxpr) -> Replay:
         """How one program is computed."""
@@ -203,7 +203,7 @@ class Emulated:
 
     def forget(self) -> None:
         """Forgets the levels, which belong to one trace: JAX keeps this with what it compiled."""
-        self._levels: Any = None
+        self._levels = None
 
     def _rounded(self, x: ArrayLike, dtype: np.dtype) -> jax.Array:
         """An array with the numbers that it has in half precision."""

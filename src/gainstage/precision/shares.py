@@ -34,7 +34,7 @@ class Results(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether all of it is."""
-        return all(bool(np.isfinite(x).all()) for x in (self.loss, *self.gradients))
+        return bool(np.isfinite(self.loss)) and all(np.isfinite(g).all() for g in self.gradients)
 
     def minus(self, other: "Results") -> "Results":
         """The differences to other results."""
@@ -218,7 +218,7 @@ def chosen(
         number, level = max(each, key=worth)
         found[number] = level
     raised = [n for n in range(len(lines)) if found[n] > levels[n]]
-    for number in sorted(raised, key=lambda n: -lines[n].costs[Level(found[n])]):
+    for number in sorted(raised, key=lambda n: -lines[n].costs[Level(int(found[n]))]):
         lower = (at for at in lines[number].levels if levels[number] <= at < found[number])
         back = next((at for at in lower if left(moved(number, at)) <= limit), None)
         if back is not None:

@@ -215,10 +215,11 @@ def _mended_on(
         after = audit(loss._replace(fun=fun), given, part)
         left = plan.left if plan.left == plan.left else 1.0
         left *= bytes_in_half(samples, fun) / default if default else 0.0
-        prices = (Price(math.nan, math.nan, error=x) for x in (
-            shares.predicted(levels), after.gradient_error
-        ))  # fmt: skip
-        new = plan.with_plan(Plan(plan.dtype, rows, *prices, left=left))
+        predicted, measured = (
+            Price(math.nan, math.nan, error=x)
+            for x in (shares.predicted(levels), after.gradient_error)
+        )
+        new = plan.with_plan(Plan(plan.dtype, rows, predicted, measured, left))
         best = Mended(new, rows, before, after)
         if after.ok:
             return best
@@ -285,10 +286,10 @@ class _SharesOfBatch:
             vectors = np.array([np.float64(share.gradients[number]) for share in known])
             grams.append(vectors @ vectors.T if len(vectors) else np.zeros((0, 0)))
         whole, (_, of_all, of_tensor) = np.linalg.norm(norms), bounds
-        each = [(np.sum(grams, axis=0), whole * of_all)]
+        units: list[tuple[Any, Any]] = [(np.sum(grams, axis=0), whole * of_all)]
         counts = norms >= COUNTS * whole
-        each += [(grams[n], norms[n] * of_tensor) for n in np.flatnonzero(counts & (norms > 0))]
-        self._grams = np.array([gram / max(unit, TINY) ** 2 for gram, unit in each])
+        units += [(grams[n], norms[n] * of_tensor) for n in np.flatnonzero(counts & (norms > 0))]
+        self._grams = np.array([gram / max(unit, TINY) ** 2 for gram, unit in units])
 
     def _is_finite(self, number: int, level: Level) -> bool:
         share = self._shares.get((number, level))

@@ -8,10 +8,12 @@ from gainstage._variables.types import OptState, PyTree
 from gainstage.transforms.loss_scaled_state import LossScaledState
 from gainstage.transforms.models import kind_of
 
-Path = tuple[Any, ...]  # the keys of a leaf in a pytree
+Place = tuple[Any, ...]  # the keys of a leaf in a pytree
 
 
-def kept(old: OptState, old_params: PyTree, new: OptState, new_params: PyTree) -> OptState:
+def with_kept_moments(
+    old: OptState, old_params: PyTree, new: OptState, new_params: PyTree
+) -> OptState:
     """A new state of an optimizer, in which each array is that of an old state, if it has the same
     place and shape there: the loss scale, counts and numbers of the telemetry, and the moments of a
     parameter of the same name. A parameter that is the same array has the same name.
@@ -20,14 +22,14 @@ def kept(old: OptState, old_params: PyTree, new: OptState, new_params: PyTree) -
         old, old_params: the state and what it was for.
         new, new_params: the state after `init` for other parameters, perhaps of another chain.
     """
-    names, new_names = _named(old_params), _named(new_params)
+    names, new_names = _trained_by_path(old_params), _trained_by_path(new_params)
     same = {id(x): path for path, x in names.items()}
     before = {path: same.get(id(x), path) for path, x in new_names.items()}
     places = _Places(names).of(old)
     by_field = _unique_by_field(places)
     arrays = {key: x for key, (_, x) in places.items()}
 
-    def one(key: tuple[Path, Path | None], x: Any) -> Any:
+    def one(key: tuple[Place, Place | None], x: Any) -> Any:
         around, name = key
         found = arrays.get((around, None if name is None else before[name]))
         if found is None and name is not None and around:
@@ -47,12 +49,12 @@ class _Places:
         names: the parameters by their paths.
     """
 
-    def __init__(self, names: dict[Path, Any]) -> None:
+    def __init__(self, names: dict[Place, Any]) -> None:
         self._names = sorted(names, key=len, reverse=True)  # the longest that ends a path is meant
 
-    def of(self, state: OptState) -> dict[tuple[Path, Path | None], tuple[Path, Any]]:
+    def of(self, state: OptState) -> dict[tuple[Place, Place | None], tuple[Place, Any]]:
         """The leaves of a state by (the path around a parameter, its name), or (path, None)."""
-        found = {}
+        found = dict[tuple[Place, Place | None], tuple[Place, Any]]()
         for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
             ends = (n for n in self._names if n and path[len(path) - len(n) :] == n)
             name = next(ends, None)
@@ -62,18 +64,18 @@ class _Places:
 
 
 def _unique_by_field(
-    places: dict[tuple[Path, Path | None], tuple[Path, Any]],
-) -> dict[tuple[Any, Path], Any]:
+    places: dict[tuple[Place, Place | None], tuple[Place, Any]],
+) -> dict[tuple[Any, Place], Any]:
     """The moments of each parameter by the field of a state that has them, such as `mu`, as another
     chain has them in another place; none that two parts of the chain have."""
-    found = dict[tuple[Any, Path], list[Any]]()
+    found = dict[tuple[Any, Place], list[Any]]()
     for (around, name), (_, x) in places.items():
         if name is not None and around:
             found.setdefault((around[-1], name), []).append(x)
     return {key: xs[0] for key, xs in found.items() if len(xs) == 1}
 
 
-def _named(params: PyTree) -> dict[Path, Any]:
+def _trained_by_path(params: PyTree) -> dict[Place, Any]:
     """What is trained, by path."""
     trainable = kind_of(params).trainable(params)
     return dict(jax.tree_util.tree_flatten_with_path(trainable)[0])

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -249,6 +249,7 @@ class ScaledTransformation:
         arrays = [
             g if g is not None and jnp.issubdtype(g.dtype, jnp.inexact) else None for _, g in named
         ]
+        step: Callable[..., tuple[PyTree, OptState]]
         step, is_finite = functools.partial(self._updated, grads, params, extra), None
         if FUNCTIONS & extra.keys():  # what they return may overflow where the gradients do not
             found = step(None, state.inner)

@@ -1,5 +1,6 @@
 """The gradients of a batch, part by part, in one loop of the program."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +25,8 @@ from gainstage.transforms.value_and_grad import Backward, LossFunction
 Weight = Callable[..., Any]  # `(*part) -> scalar`
 
 
-class Microbatches(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Microbatches:
     """How a batch is divided.
 
     Args:
@@ -143,13 +145,13 @@ def gradients_of_parts(
         state.extra,
         Changeable(tuple(batch)).before(changes.batch),
     )
-    sums = jax.tree.map(_nothing, (found.loss, found.grads))
+    sums = jax.tree.map(_sum_of_none, (found.loss, found.grads))
     shares = microbatches.shares(batch)
 
     def add(carry: tuple[Any, _Changed], number: jax.Array) -> tuple[Any, Any]:
         sums, before = carry
         found, after = of_part(before, number)
-        share = shares if isinstance(shares, float) else shares[number]
+        share = shares[number] if isinstance(shares, jax.Array) else shares
         sums = jax.tree.map(lambda s, x: _plus(s, x, share), sums, (found.loss, found.grads))
         after = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), after, before)
         return (sums, after), found.aux
@@ -162,7 +164,7 @@ def gradients_of_parts(
     return Backward(total, extra, aux, grads), changed.batch
 
 
-def _nothing(like: Any) -> jax.Array:
+def _sum_of_none(like: Any) -> jax.Array:
     """The sum of no parts, in float32 or wider."""
     return varying_like(gradients.upcast(jnp.zeros(like.shape, like.dtype)), [like])
 

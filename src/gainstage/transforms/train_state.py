@@ -26,7 +26,7 @@ from gainstage._variables.types import (
     Using,
 )
 from gainstage.rules.loss_scale import Rule
-from gainstage.transforms.kept_moments import kept
+from gainstage.transforms.kept_moments import with_kept_moments
 from gainstage.transforms.loss_scaled import (
     loss_scaled,
     on_mesh_of,
@@ -259,7 +259,7 @@ class TrainState(Generic[Params]):
         elif scaled and not _has_scale(tx, kind_of(params).trainable(params)):
             tx = scaled.around(tx)
         new = TrainState.create(params, tx)
-        opt_state = kept(self.opt_state, self.params, new.opt_state, params)
+        opt_state = with_kept_moments(self.opt_state, self.params, new.opt_state, params)
         return dataclasses.replace(new, opt_state=opt_state, extra=self.extra, step=self.step)
 
     @overload
