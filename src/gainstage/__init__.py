@@ -13,7 +13,8 @@ With any of them: `autocast` computes in half precision, `keep_float32` keeps a 
 float32, and `in_half` gives a fused kernel half precision; `FixedLossScale`, `DynamicLossScale` and
 `AdaptiveLossScale` are rules; `advise` says what each precision costs, `audit` how far a step is
 off float32, `mend` takes the lines that spoil it back into float32, `lint` says whether a step of
-your own scales its loss once and divides once, and `xray` where a step overflows.
+your own scales its loss once and divides once, and `xray` where a step overflows. `save` and `load`
+keep a state in a file.
 
 Modules: `transforms`, `optimizers`, `precision`, `diagnostics`, `distributed`, `interop`, `compat`,
 `typing`.
@@ -27,6 +28,7 @@ from gainstage.precision.advice import advise
 from gainstage.precision.autocast import autocast, keep_float32
 from gainstage.precision.in_half import in_half
 from gainstage.rules import AdaptiveLossScale, DynamicLossScale, FixedLossScale, LossScale
+from gainstage.saving.state_file import load, save
 from gainstage.training.audit import audit
 from gainstage.training.mending import mend
 from gainstage.training.train_step import train_step
@@ -83,10 +85,12 @@ __all__ = [
     "in_half",
     "keep_float32",
     "lint",
+    "load",
     "loss_scaled",
     "mend",
     "optimizers",
     "precision",
+    "save",
     "train_step",
     "transforms",
     "typing",

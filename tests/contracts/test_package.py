@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 # The rooms of the package, the lowest first: a file imports from its own room and lower ones.
 ROOMS = [
     "_base", "_programs", "_variables", "optimizers/schedules", "rules", "_scaling", "transforms",
-    "precision", "training", "typing", "optimizers/_step", "optimizers", "runs", "_xray",
+    "precision", "training", "saving", "typing", "optimizers/_step", "optimizers", "runs", "_xray",
     "diagnostics", "compat", "distributed", "interop", "demo", "_doctor",
     "_advise", "_lint", "__main__",
 ]  # fmt: skip

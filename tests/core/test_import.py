@@ -11,7 +11,7 @@ import gainstage as gs
 
 FRESH = """
 import importlib.metadata, json, sys
-import jax, numpy, optax
+import jax, numpy, optax, safetensors
 others = set(sys.modules)
 known, importlib.metadata.version = importlib.metadata.version, None
 import gainstage as gs
@@ -53,10 +53,12 @@ def test_import_needs_no_extra(fresh):
 
 
 def test_import_is_little_work(fresh):
-    """`import gainstage` after jax, numpy and optax runs modules of these three, of Python
-    and of its own alone."""
+    """`import gainstage` after jax, numpy, optax and safetensors runs modules of these four, of
+    Python and of its own alone."""
     packages = {name.partition(".")[0] for name in fresh["own"]}
-    assert packages - sys.stdlib_module_names <= {"gainstage", "jax", "jaxlib", "numpy", "optax"}
+    assert packages - sys.stdlib_module_names <= {
+        "gainstage", "jax", "jaxlib", "numpy", "optax", "safetensors"
+    }  # fmt: skip
 
 
 def test_the_package_shows_its_public_names(fresh):

@@ -52,7 +52,7 @@ def main(output: Path, steps: int | None, seed: int, as_json: bool) -> None:
     """
     task = Task() if steps is None else Task(steps)
     comparison = compare(task, seed)
-    picture.save(comparison, output)
+    picture.save_picture(comparison, output)
     if as_json:
         about = {"steps": task.steps, "seed": seed, "picture": str(output)}
         print(json.dumps({**about, **json_object(comparison)}))

@@ -39,7 +39,7 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def save(comparison: Comparison, path: Path) -> None:
+def save_picture(comparison: Comparison, path: Path) -> None:
     """Draws the images of each mode, and four panels: errors, batches, gradient, scale."""
     plain, scaled = (comparison.by_mode[mode] for mode in (UNSCALED, SCALED))
     with mpl.rc_context(STYLE):

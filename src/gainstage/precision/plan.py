@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gainstage._base import checks
+from gainstage._base.tensor_file import TensorFile
 from gainstage._programs.code_lines import CodeLine
 from gainstage._programs.operations import PRODUCTS
 from gainstage.precision.noise_and_bias import Price
@@ -166,17 +167,17 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        """Reads a plan from a JSON file.
+        """Reads a plan from a JSON file, or from the file of a state that was saved with it.
 
         Args:
-            path: the file that `save` wrote.
+            path: the file that `save` wrote, or `gainstage.save(path, state, plan=plan)`.
 
         Raises:
             OSError: the file cannot be read.
             ValueError: it is no plan.
         """
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(_text_in(Path(path)))
         except ValueError as error:
             raise ValueError(
                 f"Expected a plan of version {VERSION} that Plan.save wrote in {path}; "
@@ -264,3 +265,15 @@ def _operation(row: dict[str, Any]) -> Operation:
     if not are_texts or operation.dtype not in allowed:
         raise ValueError(f"the row {checks.brief(row)}")
     return operation
+
+
+def _text_in(path: Path) -> str:
+    """The text of a plan in a file of its own, or in that of a state."""
+    with path.open("rb") as file:
+        is_state = file.read(9)[8:] == b"{"  # after the length of its header
+    if not is_state:
+        return path.read_text(encoding="utf-8")
+    text = TensorFile(path).facts.get("plan")
+    if not isinstance(text, str):
+        raise ValueError("a state that was saved without a plan")
+    return text

@@ -219,10 +219,11 @@ def train_step(
             own, `donate` or `mend` is not a bool, or `retries`, `microbatches` or `audit_every` not
             a number; from `step`, the first argument is no `TrainState`, or the loss or a parameter
             no array.
-        ValueError: `retries` is no bool and no integer >= 0, `microbatches` or `audit_every` none
-            >= 1, or `audit_bounds` are out of range; `mend` without `audit_every`; `audit_every` is
-            given, and `loss_fn` is not from `autocast`; from `step`, a transformation around
-            `loss_scaled` could hide an overflow, or `microbatches` does not divide the batch.
+        ValueError: `retries` is no bool and no integer >= 0, or `microbatches` or `audit_every` no
+            integer >= 1, or `audit_bounds` are out of range; `mend` without `audit_every`;
+            `audit_every` is given, and `loss_fn` is not from `autocast`; from `step`, a
+            transformation around `loss_scaled` could hide an overflow, or `microbatches` does not
+            divide the batch.
 
     Examples:
         >>> import gainstage as gs

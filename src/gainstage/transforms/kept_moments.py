@@ -8,7 +8,7 @@ from gainstage._variables.types import OptState, PyTree
 from gainstage.transforms.loss_scaled_state import LossScaledState
 from gainstage.transforms.models import kind_of
 
-Place = tuple[Any, ...]  # the keys of a leaf in a pytree
+Route = tuple[Any, ...]  # the keys of a leaf in a pytree
 
 
 def with_kept_moments(
@@ -25,36 +25,36 @@ def with_kept_moments(
     names, new_names = _trained_by_path(old_params), _trained_by_path(new_params)
     same = {id(x): path for path, x in names.items()}
     before = {path: same.get(id(x), path) for path, x in new_names.items()}
-    places = _Places(names).of(old)
+    places = _Routes(names).of(old)
     by_field = _unique_by_field(places)
     arrays = {key: x for key, (_, x) in places.items()}
 
-    def one(key: tuple[Place, Place | None], x: Any) -> Any:
+    def one(key: tuple[Route, Route | None], x: Any) -> Any:
         around, name = key
         found = arrays.get((around, None if name is None else before[name]))
         if found is None and name is not None and around:
             found = by_field.get((around[-1], before[name]))
         return found if _alike(found, x) else x
 
-    new_places = _Places(new_names).of(new)
+    new_places = _Routes(new_names).of(new)
     chosen = {whole: one(key, x) for key, (whole, x) in new_places.items()}
     state = jax.tree_util.tree_map_with_path(lambda path, _: chosen[path], new)
     return state if names.keys() == new_names.keys() else _without_rows(state, new)
 
 
-class _Places:
+class _Routes:
     """Where the parameters are in a state.
 
     Args:
         names: the parameters by their paths.
     """
 
-    def __init__(self, names: dict[Place, Any]) -> None:
+    def __init__(self, names: dict[Route, Any]) -> None:
         self._names = sorted(names, key=len, reverse=True)  # the longest that ends a path is meant
 
-    def of(self, state: OptState) -> dict[tuple[Place, Place | None], tuple[Place, Any]]:
+    def of(self, state: OptState) -> dict[tuple[Route, Route | None], tuple[Route, Any]]:
         """The leaves of a state by (the path around a parameter, its name), or (path, None)."""
-        found = dict[tuple[Place, Place | None], tuple[Place, Any]]()
+        found = dict[tuple[Route, Route | None], tuple[Route, Any]]()
         for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
             ends = (n for n in self._names if n and path[len(path) - len(n) :] == n)
             name = next(ends, None)
@@ -64,18 +64,18 @@ class _Places:
 
 
 def _unique_by_field(
-    places: dict[tuple[Place, Place | None], tuple[Place, Any]],
-) -> dict[tuple[Any, Place], Any]:
+    places: dict[tuple[Route, Route | None], tuple[Route, Any]],
+) -> dict[tuple[Any, Route], Any]:
     """The moments of each parameter by the field of a state that has them, such as `mu`, as another
     chain has them in another place; none that two parts of the chain have."""
-    found = dict[tuple[Any, Place], list[Any]]()
+    found = dict[tuple[Any, Route], list[Any]]()
     for (around, name), (_, x) in places.items():
         if name is not None and around:
             found.setdefault((around[-1], name), []).append(x)
     return {key: xs[0] for key, xs in found.items() if len(xs) == 1}
 
 
-def _trained_by_path(params: PyTree) -> dict[Place, Any]:
+def _trained_by_path(params: PyTree) -> dict[Route, Any]:
     """What is trained, by path."""
     trainable = kind_of(params).trainable(params)
     return dict(jax.tree_util.tree_flatten_with_path(trainable)[0])

@@ -31,15 +31,13 @@ def marked(tree: Tree, name: str, *options: str) -> Tree:
     words = ",".join((PREFIX + name, *options))
     return jax.tree.map(
         lambda x: (
-            checkpoint_name(x, words) if isinstance(x, jax.Array) and _may_be_marked(x) else x
+            checkpoint_name(x, words)
+            if isinstance(x, jax.Array)  # of numbers: integers and keys have no mark
+            and (jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype == jnp.bool_)
+            else x
         ),
         tree,
     )
-
-
-def _may_be_marked(x: jax.Array) -> bool:
-    """Whether an array is no integer, and no key."""
-    return jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype == jnp.bool_
 
 
 def marked_extra(extra: Tree, state: PyTree, batch: PyTree) -> Tree:
