@@ -580,6 +580,28 @@ def step(state, x):
     loss, extra, grads = state.value_and_grad(lambda w, x: plain(w, x))(x)
     return state.apply_gradients(grads / state.loss_scale, extra)
 """),
+    "an accuracy as the loss": ("refused", "a loss of a floating dtype; got int32", """
+gs.train_step(lambda w, x: (w * x > 0).sum())(gs.TrainState.create(w, sgd), 1.0)
+"""),
+    "a bool as the loss of a step of one's own": ("refused", "a loss of a floating dtype; got bool", """
+gs.TrainState.create(w, sgd).value_and_grad(lambda w, x: (w * x > 0).any())(1.0)
+"""),
+    "a count as the loss of an optax loop": ("refused", "a loss of a floating dtype; got int32", """
+tx = gs.loss_scaled(sgd); gs.value_and_grad(lambda w: (w > 0).sum(), tx.init(w))(w)
+"""),
+    "an extra of integers that gets a fraction": ("refused", "Expected int32 for `extra`.*got float32.*extra=0.0", """
+gs.train_step(lambda w, n, x: (plain(w, x), n + 0.5))(gs.TrainState.create(w, sgd, extra=0), 1.0)
+"""),
+    "an extra that counts": ("works", "", """
+gs.train_step(lambda w, n, x: (plain(w, x), n + 1))(gs.TrainState.create(w, sgd, extra=0, rule=gs.FixedLossScale(1.0)), 1.0)
+"""),
+    "no extra from a loss of a state that has one": ("refused", "got None for the extra", """
+gs.train_step(lambda w, n, x: (plain(w, x), None))(gs.TrainState.create(w, sgd, extra=0.0), 1.0)
+"""),
+    "an extra without one of its arrays": ("refused", "got none at `extra\\['b'\\]`", """
+state = gs.TrainState.create(w, sgd, extra={"a": 0.0, "b": 1.0})
+gs.train_step(lambda w, e, x: (plain(w, x), {"a": e["a"], "b": None}))(state, 1.0)
+"""),
     "an old train state after a step that donates": ("refused", "`state.params` was donated", """
 old, step = gs.TrainState.create(w, sgd), gs.train_step(lambda w, x: plain(w, x))
 new, loss = step(old, 1.0); step(old, 1.0)

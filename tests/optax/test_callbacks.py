@@ -45,7 +45,7 @@ def bits(tree):
 # ── the best state ───────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("copied", [gs.TrainState.copy, copy.deepcopy])
+@pytest.mark.parametrize("copied", [gs.TrainState.copy, copy.copy, copy.deepcopy])
 def test_the_best_state_is_kept_and_goes_on(copied):
     """A copy is as it was after the steps of the original, and can be stepped itself."""
     step, state = gs.train_step(HALF), gs.TrainState.create(params(), optax.adam(1e-2))

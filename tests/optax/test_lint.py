@@ -236,7 +236,19 @@ def line_search(w, state):
     return tx.update(grads, state, w, value=loss, grad=grads, value_fn=half)
 
 
+def of_two_tasks(state):
+    """Two gradients, of which the second is 0 for a parameter, and weighted by a limited ratio."""
+    one = lambda p: jnp.sum(jnp.tanh(p["a"]) * p["b"])  # noqa: E731
+    _, extra, grads = state.value_and_grad(one)()
+    others = jax.grad(lambda p: jnp.sum(p["a"] ** 2))(state.params)
+    ratio = optax.tree.norm(grads) / (optax.tree.norm(others) + 1e-20)
+    weight = jnp.clip(ratio, 0, 1e8)
+    return state.apply_gradients(jax.tree.map(lambda g, h: g + weight * h, grads, others), extra)
+
+
+OF_TWO = gs.TrainState.create({"a": W, "b": W}, optax.adam(0.1), rule=gs.FixedLossScale(2.0))
 RIGHT = {
+    "two tasks in float32": (of_two_tasks, (OF_TWO,)),
     "a line search in float16": (line_search, SCALED),
     "a loop": (by(lambda g, s: g), SCALED),
     "compiled": (jax.jit(by(lambda g, s: g)), SCALED),

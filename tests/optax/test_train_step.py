@@ -111,6 +111,24 @@ def test_gradients_are_stored_once():
     assert params.is_deleted()
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_no_rank_is_promoted_implicitly(microbatches):
+    """With `jax_numpy_rank_promotion="raise"`, a step with telemetry and an audit is computed."""
+
+    def product(params, x):
+        return ((x @ params["w"] + params["b"][None]) ** 2).mean()
+
+    params = {"w": jnp.ones((32, 8)), "b": jnp.ones(8)}
+    with jax.numpy_rank_promotion("raise"):
+        tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+        state = gs.TrainState.create(params, tx, telemetry=True, underflow_every=1)
+        step = gs.train_step(gs.autocast(product), microbatches=microbatches, audit_every=1)
+        for _ in range(2):
+            state, _ = step(state, jnp.ones((64, 32)))
+        assert gs.diagnostics.report(state)
+    assert state.info.applied_steps == 2
+
+
 def test_an_nnx_model_trains_and_skips_whole():
     """What the forward pass changes, such as averages of batch normalisation, is kept; on a skipped
     step it is left as it was."""

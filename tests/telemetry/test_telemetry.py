@@ -404,10 +404,11 @@ def test_gradients_of_any_dtype_are_told_of(rule, dtype, rng):
 
 
 @pytest.mark.parametrize("rule", [gs.DynamicLossScale(8.0), gs.AdaptiveLossScale(8.0)])
-def test_no_dtype_is_promoted_implicitly(rule):
-    """With `jax_numpy_dtype_promotion="strict"` a step, its telemetry and a mean are computed."""
+def test_no_dtype_or_rank_is_promoted_implicitly(rule):
+    """With `jax_numpy_dtype_promotion="strict"` and `jax_numpy_rank_promotion="raise"` a step, its
+    telemetry and a mean are computed."""
     steps = {"gradient_accumulation_steps": 2}
-    with jax.numpy_dtype_promotion("strict"):
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         w = Variable(np.ones((2, 3), np.float32))
         opt = LossScaleOptimizer(SGD(1.0, **steps), rule=rule, telemetry=True, underflow_every=1)
         for value in (8.0, np.inf, 8.0, 8.0):

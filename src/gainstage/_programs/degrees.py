@@ -306,7 +306,7 @@ def _kept(eqn: JaxprEqn, xs: Sequence[Seen]) -> list[Flaw]:
         inside = [flaw for x in xs for flaw in x.flaws if flaw.is_inside]
         rises = sum(map(_rises, xs))
         return inside if name in _ADDS or rises < 2 else []
-    if name not in ("mul", "div"):
+    if name not in ("mul", "div") or 0 in (x.number for x in xs):  # of a gradient that is 0
         return []
     kept = list[Flaw]()
     for x, other, is_divisor in ((xs[0], xs[1], False), (xs[1], xs[0], name == "div")):

@@ -17,7 +17,7 @@ def from_sums(sums: jax.Array, factors: jax.Array, scale: jax.Array) -> jax.Arra
     divisors = jnp.maximum(factors, 1), jnp.minimum(factors, 1) * jnp.maximum(scale, 1)
     each = jnp.sqrt(sums)
     for divisor in (*divisors, jnp.minimum(scale, 1)):
-        each = lax.optimization_barrier(each / divisor)
+        each = lax.optimization_barrier(each / jnp.broadcast_to(divisor, each.shape))
     place = jnp.argmax(jnp.isfinite(sums).at[:, -1].set(True), axis=1)
     return jnp.take_along_axis(each, place[:, None], axis=1)[:, 0]
 

@@ -105,10 +105,13 @@ def load(path: str | Path, like: Like | Callable[[], Like]) -> Like:
     keys = _only_texts(file.facts.get("keys"))
     differ = [*_differences(file, leaves, keys), *_other_kinds(file.facts, _kinds_of(whole))]
     if differ:
-        more = f", and {len(differ) - MOST_DIFFERENCES} more" if len(differ) > MOST_DIFFERENCES else ""
+        more = (
+            f", and {len(differ) - MOST_DIFFERENCES} more" if len(differ) > MOST_DIFFERENCES else ""
+        )
+        first = "; ".join(differ[:MOST_DIFFERENCES])
         raise ValueError(
             f"Expected a file of a state like this one; {str(path)!r} differs in {len(differ)}: "
-            f"{'; '.join(differ[:MOST_DIFFERENCES])}{more}. Nothing was loaded. Make the state with the "
+            f"{first}{more}. Nothing was loaded. Make the state with the "
             f"model, the optimizer and the rule of the one that was saved; with_params(params, tx) "
             f"of a state then goes on with others."
         )

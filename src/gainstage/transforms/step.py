@@ -70,6 +70,7 @@ def apply_gradients(
     trainable = kind.chosen(model.tree, grads)
     check_like("grads", grads, "params", trainable)
     check_like("extra", extra, "extra", state.extra)
+    _check_extra(extra, state.extra)
     if loss is not None:
         options["value"] = loss
     updates, opt_state = tx.update(grads, state.opt_state, trainable, **options)
@@ -293,6 +294,25 @@ def _no_extra(extra: object) -> InvalidArgumentError:
         f"Write loss, extra, grads = state.value_and_grad(loss_fn)(*batch), then "
         f"state.apply_gradients(grads, extra)."
     )
+
+
+def _check_extra(extra: PyTree, before: PyTree) -> None:
+    """Raises an error for another structure, or numbers that the old extra cannot hold."""
+    pairs = [jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (extra, before)]
+    names = [{jax.tree_util.keystr(path): x for path, x in each} for each in pairs]
+    if names[0].keys() != names[1].keys():
+        name = min(names[0].keys() ^ names[1].keys())
+        raise ValueError(
+            f"Expected the extra that a loss returns in the structure of state.extra; got "
+            f"{'one more array' if name in names[0] else 'none'} at `extra{name}`."
+        )
+    for name, x in names[0].items():
+        new, old = (jnp.result_type(each) for each in (x, names[1][name]))
+        if jnp.issubdtype(new, jnp.inexact) and not jnp.issubdtype(old, jnp.inexact):
+            raise TypeError(
+                f"Expected {old} for `extra{name}`, as in state.extra; got {new} from the loss, "
+                f"which would be cut off. Create the state with a floating one, such as extra=0.0."
+            )
 
 
 def check_like(name: str, tree: PyTree, other: str, expected: PyTree) -> None:

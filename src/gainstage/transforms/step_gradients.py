@@ -58,6 +58,11 @@ def compute_gradients(
     arguments = (model.tree, *extra, *batch)
     _check_arguments(loss, arguments, named or {})
     backward = loss.backward(scale, arguments, named)
+    if loss.has_extra and backward.extra is None:
+        raise TypeError(
+            "Expected (loss, extra) from the loss_fn of a state with an extra; got None for the "
+            "extra. Return what is to be kept, or the extra as it was."
+        )
     if not model.has_objects:
         return backward
     return backward._replace(extra=NewExtra(model.changes(), backward.extra))

@@ -375,7 +375,8 @@ class TrainState(Generic[Params]):
         return f"TrainState({', '.join(f'{n}={fields[n]!r}' for n in (*_FIELDS, 'tx'))})"
 
     def __copy__(self) -> Self:
-        return self.replace()
+        """The same as `copy`: a state that shares arrays would lose them to the next step."""
+        return self.copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """The same as `copy`."""

@@ -202,6 +202,11 @@ class LossFunction(NamedTuple):
                 f"Expected a scalar loss, or (loss, aux) with has_aux=True; got "
                 f"{brief(jax.tree.map(_shape, loss))}.{advice}"
             )
+        if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+            raise TypeError(
+                f"Expected a loss of a floating dtype; got {jnp.result_type(loss)}, which has no "
+                f"gradient, as an accuracy or a count has none."
+            )
         return loss, others[0] if self.has_extra else None, others[-1] if self.has_aux else None
 
 
