@@ -175,6 +175,34 @@ def mended(mesh, steps):
     return rows, losses, [str(warning.message) for warning in told]
 
 
+def saved(mesh, path):
+    """A state with weights in shards, after two steps: saved to a file and loaded again. Returns
+    whether it came back in this process, and the loss of the next step of both."""
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+
+    def drawn(layout, seed, *shape):
+        value = np.float32(np.random.default_rng(seed).normal(size=shape))
+        return jax.make_array_from_callback(shape, layout, value.__getitem__)
+
+    def new_state():
+        params = {"first": drawn(rows, 0, 32, 32), "last": drawn(whole, 1, 32, 32)}
+        return gs.TrainState.create(params, optax.adam(0.01))
+
+    step = gs.train_step(
+        lambda p, x: jnp.mean((jnp.tanh(x @ p["first"]) @ p["last"]) ** 2), donate=False
+    )
+    state, x = new_state(), drawn(rows, 2, 64, 32)
+    for _ in range(2):
+        state, _ = step(state, x)
+    gs.save(path, state)
+    found = gs.load(path, new_state())
+    pairs = zip(*(jax.tree.leaves(s) for s in (state, found)), strict=True)
+    shards = [zip(a.addressable_shards, b.addressable_shards, strict=True) for a, b in pairs]
+    same = all((a.data == b.data).all() for each in shards for a, b in each)
+    is_placed = found.params["first"].sharding == rows
+    return bool(same and is_placed), *(float(step(s, x)[1]) for s in (state, found))
+
+
 def mesh_of(shape=(4, 2), count=None):
     devices = np.array(jax.devices()[:count]).reshape(shape)
     return jax.sharding.Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -221,6 +249,7 @@ def work(job):
         "retried": retried(mesh_of((8, 1)), job["retried"]) if "retried" in job else None,
         "mended": mended(mesh_of((8, 1)), job["mended"]) if "mended" in job else None,
         "recorded": recorded(mesh_of((8, 1)), Path(job["recorded"])) if "recorded" in job else None,
+        "saved": saved(mesh_of((8, 1)), job["saved"]) if "saved" in job else None,
     }
 
 

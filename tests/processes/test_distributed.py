@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -76,12 +77,15 @@ class Run:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     """A run of two processes, twenty steps and four checkpoints, with two poisoned batches; then
-    four steps that are repeated until they are finite; then ten that are recorded."""
+    four steps that are repeated until they are finite; then ten that are recorded, and a state that
+    is saved and loaded."""
     pytest.importorskip("orbax.checkpoint")
     folder = tmp_path_factory.mktemp("run")
     checkpoints = folder / "checkpoints"
     job = {"steps": 20, "poisoned": [3, 12], "checkpoints": str(checkpoints)}
-    results = Run(folder, retried=4, mended=4, recorded=str(folder), **job).results()
+    results = Run(
+        folder, retried=4, mended=4, recorded=str(folder), saved=str(folder / "state"), **job
+    ).results()
     return results, checkpoints, job
 
 
@@ -118,6 +122,25 @@ def test_processes_are_mended_alike(uninterrupted):
     np.testing.assert_allclose(losses, expected, rtol=1e-3)
 
 
+def test_two_processes_save_one_state_and_load_their_shards(uninterrupted):
+    """Sharded weights are gathered into one file, which each process reads back into its shards; a
+    process with all devices reads it too, and each goes on with the same step."""
+    (first, other), checkpoints, _ = uninterrupted
+    assert first["saved"] == other["saved"]
+    is_same, loss, again = first["saved"]
+    assert is_same
+    assert loss == again
+    params = {name: jnp.zeros((32, 32)) for name in ("first", "last")}
+    like = gs.TrainState.create(params, optax.adam(0.01))
+    state = gs.load(checkpoints.parent / "state", like)
+    assert state.step == 2
+    _, alone, _ = worker.saved(worker.mesh_of((8, 1)), checkpoints.parent / "alone")
+    assert alone == pytest.approx(loss, rel=1e-5)
+    expected = gs.load(checkpoints.parent / "alone", like)
+    for found, wanted in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+
+
 def test_two_processes_write_one_record_and_one_step_file(uninterrupted):
     """The first alone writes: each step once, and the bad step whole. A batch of which it holds a
     part is not saved, with a warning, and the run goes on."""
@@ -139,12 +162,15 @@ def test_two_processes_write_one_record_and_one_step_file(uninterrupted):
     assert {path.name for path in folder.glob("*.npz*")} == {"bad.npz"}
 
 
+NOT_ASKED = dict.fromkeys(("retried", "mended", "recorded", "saved"))
+
+
 @pytest.mark.slow
 def test_four_processes_do_what_two_do(uninterrupted, tmp_path):
     """The decisions and bits of a run do not depend on how many processes share its devices."""
     (first, _), _, job = uninterrupted
     four = Run(tmp_path, 4, steps=20, poisoned=job["poisoned"]).results()
-    assert all(each == first | {"retried": None, "recorded": None} for each in four)
+    assert all(each == first | NOT_ASKED for each in four)
 
 
 @pytest.mark.parametrize(
