@@ -1,6 +1,7 @@
 """What a run keeps of a bad step, and the command that looks into it."""
 
 import contextlib
+import copy
 import errno
 import functools
 import importlib
@@ -180,6 +181,14 @@ def without(key):
         (with_leaf("jax"), "damaged"),
         (with_tree(""), "damaged"),
         (with_tree("twig"), "damaged"),
+        (
+            with_tree({"kind": "dict", "of": {"w": {"kind": "leaf"}, "b": {"kind": "leaf"}}}),
+            "leaves",
+        ),
+        (with_tree({"kind": "list", "of": {"0": {"kind": "leaf"}}}), "'list' in the place of a"),
+        (with_tree({"kind": "none"}), "damaged"),
+        (with_tree({"of": []}), "damaged"),
+        (with_leaf("jax", "a"), "'a' in the place of a dtype"),
     ],
 )
 def test_a_description_that_no_step_file_has_is_one_line(write, command, change, message):
@@ -190,6 +199,38 @@ def test_a_description_that_no_step_file_has_is_one_line(write, command, change,
     status, said = command(path, "--loss", "train_it:loss")
     assert (status, said.out, said.err.count("\n")) == (1, "", 1)
     assert re.search(message, said.err)
+
+
+def test_a_structure_that_is_nested_very_deeply_is_an_error(write):
+    """Ten thousand lists, one in the other, end no process."""
+    path = write(7)
+    deep = '{"kind":"list","of":[' * 10_000 + '{"kind":"leaf"}' + "]}" * 10_000
+    with zipfile.ZipFile(path) as old:
+        about = json.loads(old.read("step.json"))
+    about = json.dumps(with_tree("HERE")(about)).replace('"HERE"', deep)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("step.json", about)
+    with pytest.raises(ValueError, match="Expected a complete step file"):
+        read_step(path)
+
+
+def test_entries_that_overlap_take_no_more_memory_than_the_file(write):
+    """An archive whose directory names one stored array two hundred times is refused."""
+    path = write(np.zeros(100_000, "float32"))
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+    first = next(member for member in members if member.filename == "0.npy")
+    with zipfile.ZipFile(path, "a") as archive:
+        for number in range(200):
+            twin = copy.copy(first)
+            twin.filename = f"0/{number}.npy"
+            archive.filelist.append(twin)
+            archive.NameToInfo[twin.filename] = twin
+        archive._didModify = True
+    assert len(data) < path.stat().st_size < 2 * len(data)
+    with pytest.raises(ValueError, match="more than the file"):
+        read_step(path)
 
 
 @QUICK

@@ -5,12 +5,12 @@
 # unsigned integers, and PRNG keys as their data; `step.json` says what each was. It also has the
 # structure of dictionaries with strings as keys, lists and tuples; others are given as `like`.
 
-import base64
 import contextlib
 import io
 import json
 import math
 import os
+import re
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ from gainstage._base._jax import Tracer
 from gainstage._variables.types import PyTree
 from gainstage._variables.variable import Variable
 
-STEP_FORMAT = 2
+STEP_FORMAT = 3
 DESCRIPTION = "step.json"
 WRITER = "gainstage.diagnostics.StepRecorder writes step files"
 # How to pass a missing `like`, in Python and on the command line.
@@ -36,6 +36,7 @@ HOW_TO_PASS = {
     "--like": "pass MODULE:FUNCTION, a function without arguments that returns a model like that "
     "of the run, or a tuple of the arguments up to this one",
 }
+_SMALL = re.compile(r"b?float\d+\w*|u?int[24]")  # the dtypes for which numpy has no name
 # The errors of reading a damaged archive.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, TypeError, LookupError, AttributeError,
            EOFError, RuntimeError, MemoryError, OSError)  # fmt: skip
@@ -67,9 +68,7 @@ def packed(args: Sequence[Any]) -> Packed:
     """
     result = Packed({}, {}, [])
     for number, arg in enumerate(args):
-        found, structure = jax.tree_util.tree_flatten_with_path(arg)
-        described: Any = structure  # type checkers do not know how to store one
-        for path, leaf in found:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
             leaf = leaf.value() if isinstance(leaf, Variable) else leaf
             name = "/".join(filter(None, [str(number), leaf_path(path)]))
             _check_readable(leaf, f"argument {number}" + f" ({leaf_path(path)})" * bool(path))
@@ -79,9 +78,9 @@ def packed(args: Sequence[Any]) -> Packed:
             result.kinds[name] = kind, str(array.dtype)
             if kind != "other":
                 result.arrays[name] = array
-        tree: str | None = None
-        with contextlib.suppress(ValueError):  # a class, or keys that are not strings
-            tree = base64.b64encode(described.serialize_using_proto()).decode()
+        tree: dict[str, Any] | None = None
+        with contextlib.suppress(TypeError):  # a class, or keys that are not strings
+            tree = _described(arg)
         kind = f"{type(arg).__module__}.{type(arg).__qualname__}"
         result.args.append({"type": kind, "tree": tree})
     return result
@@ -180,6 +179,9 @@ def _description(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
             f"Expected a step file without compression at {path}; got one with a compressed "
             f"{compressed[0]!r}. Copy the file that the run wrote."
         )
+    total = sum(member.file_size for member in archive.infolist())
+    if total > path.stat().st_size:  # entries that overlap could fill the memory
+        raise ValueError(f"its entries have {total} bytes together, which are more than the file")
     about = json.loads(archive.read(DESCRIPTION)) if DESCRIPTION in names else {}
     if not isinstance(about, dict) or "gainstage step" not in about:
         raise StepFileError(
@@ -218,7 +220,7 @@ def _rebuilt(number: int, arg: dict[str, Any], values: dict[str, Any], option: s
     """An argument of dictionaries, lists and tuples."""
     other = next((f"{name}, a {x.dtype}" for name, x in values.items() if _is_missing(x)), "")
     if arg["tree"] is not None and not other:
-        return jax.tree.unflatten(_structure(arg["tree"]), values.values())
+        return _with_values(_template(arg["tree"]), values)
     names = ", ".join(list(values)[:3]) + ", ..." * (len(values) > 3)
     missing = "like=" if option == "like" else option
     raise StepFileError(
@@ -228,10 +230,45 @@ def _rebuilt(number: int, arg: dict[str, Any], values: dict[str, Any], option: s
     )
 
 
-def _structure(text: str) -> Any:
-    known: Any = jax.tree_util.default_registry
-    kind: Any = jax.tree_util.PyTreeDef
-    return kind.deserialize_using_proto(known, base64.b64decode(text, validate=True))
+def _described(tree: Any) -> dict[str, Any]:
+    """The structure of a pytree of dictionaries, lists and tuples, for JSON.
+
+    Raises:
+        TypeError: there is something else in it, or a key that is no string.
+    """
+    if tree is None:
+        return {"kind": "none"}
+    if type(tree) in (list, tuple):
+        return {"kind": type(tree).__name__, "of": [_described(x) for x in tree]}
+    if type(tree) is dict and all(type(key) is str for key in tree):
+        return {"kind": "dict", "of": {key: _described(x) for key, x in tree.items()}}
+    if not jax.tree_util.all_leaves([tree]):
+        raise TypeError
+    return {"kind": "leaf"}
+
+
+def _template(described: Any) -> PyTree:
+    """A pytree with this structure, each leaf of which is 0."""
+    kind, of = described["kind"], described.get("of")
+    if kind == "none":
+        return None
+    if kind == "dict" and isinstance(of, dict):
+        return {key: _template(x) for key, x in of.items()}
+    if kind in ("list", "tuple") and isinstance(of, list):
+        each = [_template(x) for x in of]
+        return each if kind == "list" else tuple(each)
+    if kind != "leaf":
+        raise ValueError(f"{kind!r} in the place of a structure")
+    return 0
+
+
+def _with_values(template: PyTree, values: dict[str, Any]) -> PyTree:
+    """A template with these values by their paths."""
+    found, structure = jax.tree_util.tree_flatten_with_path(template)
+    names = [leaf_path(path) for path, _ in found]
+    if names != list(values):
+        raise ValueError(f"leaves {list(values)[:3]} in the place of {names[:3]}")
+    return jax.tree.unflatten(structure, values.values())
 
 
 def _filled(number: int, values: dict[str, Any], like: PyTree, option: str) -> PyTree:
@@ -314,7 +351,10 @@ def _restored(array: np.ndarray | None, kind: str, dtype: str) -> Any:
         return _Missing(dtype)
     if kind.startswith("key "):
         return jax.random.wrap_key_data(jnp.asarray(array), impl=kind.removeprefix("key "))
-    array = array if str(array.dtype) == dtype else array.view(jnp.dtype(dtype))
+    if str(array.dtype) != dtype:
+        if not _SMALL.fullmatch(dtype):
+            raise ValueError(f"{dtype!r} in the place of a dtype")
+        array = array.view(jnp.dtype(dtype))
     if kind in ("python", "scalar", "numpy"):
         return array.item() if kind == "python" else array if kind == "numpy" else array[()]
     if kind not in ("jax", "weak"):
