@@ -891,3 +891,16 @@ def test_an_xray_of_a_file_names_the_operation_of_a_killed_run(tmp_path, monkeyp
     assert status == 0, said.err
     assert "killed.py:7" in said.out  # the only line of its loss
     assert "The step is finite here" not in said.out
+
+
+def test_what_a_file_says_is_printed_clean(command, write):
+    """Escape sequences in the names and versions of a step file reach no terminal."""
+    evil = "\x1b]0;owned\x07\x1b[2J"
+    path = rewritten(
+        write({"w" + evil: 7, "x": 1}), lambda about: about | {"versions": {evil: evil}}
+    )
+    for words in (["--loss", "train_it:loss"], ["--loss", "needs_it:loss"]):
+        _, said = command(path, *words)
+        for text in (said.out, said.err):
+            assert "\x1b" not in text
+            assert "\x07" not in text

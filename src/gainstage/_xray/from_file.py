@@ -19,9 +19,11 @@ from gainstage._programs.places import is_library
 from gainstage._xray import step_file
 from gainstage._xray.step_recorder import BadStep, bad_step, settings, template_of, versions
 from gainstage._xray.xray import xray
+from gainstage.runs.rows import printable
 from gainstage.runs.summary import StepFile
 
 LISTED = 8  # names that an error lists
+LONGEST_LINE = 4096  # characters of a line that is printed
 JAX_NOTE = "--------------------\nFor simplicity, JAX has removed"  # ends an error's message
 
 
@@ -64,9 +66,9 @@ def main(
         )
         return 1
     except (ValueError, RuntimeError) as error:
-        print(error, file=sys.stderr)
+        print(_safe(error), file=sys.stderr)
         return 1
-    print(_about(path, bad))
+    print(_safe(_about(path, bad)))
     print("It compiles each operation, which can take a minute.", flush=True)
     try:
         result = xray(loss_fn, *bad.args, scale=bad.scale, has_aux=has_aux, **options)
@@ -79,9 +81,9 @@ def main(
             if not _own_frames(error):  # not the user's fault: they can report it
                 traceback.print_exc()
             said = f"{_error_text(loss, error)}\nIts arguments in {path}:\n{_shown(bad.args)}"
-        print(said, file=sys.stderr)
+        print(_safe(said), file=sys.stderr)
         return 1
-    print(result)
+    print(_safe(result))
     if result.finite and not bad.finite:
         print(
             f"The step is finite here, and was not in its run. Is {loss} what was trained, with "
@@ -207,6 +209,11 @@ def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The calls in the user's own files that led to an error."""
     frames = traceback.extract_tb(error.__traceback__)
     return [frame for frame in frames if not is_library(frame.filename)]
+
+
+def _safe(said: object) -> str:
+    """A text for a terminal: what a file has put in it moves no cursor and changes no title."""
+    return "\n".join(printable(line, LONGEST_LINE) for line in str(said).split("\n"))
 
 
 def _about(path: Path, bad: BadStep) -> str:
