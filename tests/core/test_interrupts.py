@@ -1,5 +1,7 @@
 """A step, a load or a recording that is interrupted leaves the state of before or of after it."""
 
+import _signal
+import contextlib
 import json
 import signal
 import subprocess
@@ -132,3 +134,26 @@ def test_a_weight_that_is_its_own_gradient_is_trained():
     weight, opt = Variable([1.0, 2.0]), SGD(0.25)
     loss = opt.minimize(lambda: half_square(weight.value()), [weight])
     assert (float(loss), weight.numpy().tolist()) == (2.5, [0.75, 1.5])
+
+
+@pytest.mark.parametrize("moment", range(16))
+def test_handlers_are_restored_though_one_raises_meanwhile(moment, monkeypatch):
+    """A handler that raises while others are replaced or restored leaves each as it was."""
+    numbers = [signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
+    before = [signal.signal(number, lambda *_: None) for number in numbers]
+    wanted, calls, real = list(map(signal.getsignal, numbers)), [], _signal.signal
+
+    def replaced(number, handler):
+        real(number, handler)
+        calls.append(number)
+        if len(calls) == moment + 1:
+            raise InterruptedError(number)  # as a handler does that runs just now
+
+    monkeypatch.setattr(_signal, "signal", replaced)
+    try:
+        with contextlib.suppress(InterruptedError), deferred_signals():
+            pass
+        assert list(map(signal.getsignal, numbers)) == wanted
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            real(number, old or signal.SIG_DFL)

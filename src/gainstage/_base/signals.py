@@ -46,10 +46,23 @@ class deferred_signals:  # noqa: N801 - is called like a function, `with deferre
     def __exit__(self, *error: object) -> None:
         self._over = True
         try:
-            for number, handler in self._handlers.items():
-                _signal.signal(number, handler)
+            _restore(list(self._handlers.items()))
         finally:
             _deliver(self._waiting)
+
+
+def _restore(handlers: list[tuple[int, Any]]) -> None:
+    """Restores handlers, all of them even if one that is restored already raises in between."""
+    raised: BaseException | None = None
+    while handlers:
+        try:
+            while handlers:
+                _signal.signal(*handlers[-1])
+                handlers.pop()
+        except BaseException as error:  # of a handler, which may be any
+            raised = error
+    if raised is not None:
+        raise raised
 
 
 def _deliver(numbers: list[int]) -> None:
