@@ -155,5 +155,6 @@ def test_handlers_are_restored_though_one_raises_meanwhile(moment, monkeypatch):
             pass
         assert list(map(signal.getsignal, numbers)) == wanted
     finally:
+        monkeypatch.undo()
         for number, old in zip(numbers, before, strict=True):
-            real(number, old or signal.SIG_DFL)
+            signal.signal(number, old or signal.SIG_DFL)
