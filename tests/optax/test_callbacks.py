@@ -210,6 +210,33 @@ def test_a_grown_model_of_a_library_keeps_its_moments(kind):
     assert step(new, X)[0].applied
 
 
+def test_another_chain_keeps_the_count_of_its_optimizer():
+    """With a clip in front, or without one, the count of Adam goes on, so that its bias correction
+    does, and a bare array keeps its moments too."""
+    clip = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    for first, other in ((optax.adam(1e-2), clip), (clip, optax.adam(1e-2))):
+        state = gs.TrainState.create(jnp.ones(3), first)
+        step = gs.train_step(lambda w: (w**2).sum())
+        for _ in range(4):
+            state, _ = step(state)
+        new = state.with_params(state.params, other)
+        assert optax.tree.get(new.opt_state, "count") == 4
+        for name in ("mu", "nu"):
+            old, found = (optax.tree.get(s.opt_state, name) for s in (state, new))
+            np.testing.assert_array_equal(found, old)
+
+
+def test_a_layer_in_front_of_a_list_is_new():
+    """A layer that takes the place of another one has no moments if the other one moves on."""
+    state = gs.TrainState.create([jnp.ones((4, 4)), 2 * jnp.ones((4, 4))], optax.adam(1e-2))
+    state, _ = gs.train_step(lambda p: jnp.mean((p[0] @ p[1]) ** 2), donate=False)(state)
+    layers = [jnp.zeros((4, 4)), *state.params]
+    mu = optax.tree.get(state.opt_state, "mu")
+    found = optax.tree.get(state.with_params(layers).opt_state, "mu")
+    for new, old in zip(found, [jnp.zeros((4, 4)), *mu], strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
 # ── numbers of an epoch ──────────────────────────────────────────────────────────────────────────
 
 

@@ -602,6 +602,13 @@ WRONG = {
         "one not scaled", r"state\.value_and_grad\(other_loss\)",
         two_losses(lambda w, s: jax.grad(in_half)(w), lambda a, b: jnp.max(a) / jnp.max(b)), SCALED,
     ),
+    "a skip of what is not finite": (
+        "scale thrown away", r"apply_if=condition", skipped_by(jnp.isfinite), SCALED,
+    ),
+    "a skip of what is not finite or too large": (
+        "scale thrown away", r"apply_if=condition",
+        skipped_by(lambda norm: jnp.isfinite(norm) & (norm < 3)), SCALED,
+    ),
     "a skip by a rule of one's own": (
         "scale thrown away", r"apply_if=condition", skipped_by(lambda norm: norm < 3), SCALED,
     ),

@@ -77,7 +77,28 @@ def test_a_batch_that_counts_nothing_is_skipped():
     new, loss = step(state, X, Y, 0 * MASK)
     assert not new.applied
     assert np.isnan(loss)
+    assert new.loss_scale == state.loss_scale
     np.testing.assert_array_equal(new.params["a"], state.params["a"])
+
+
+def test_a_part_that_counts_nothing_changes_nothing():
+    """Padding of NaN in a part of weight 0 leaves the running means of the model finite: they are
+    those of the other parts."""
+
+    def loss(model, x, y, mask):
+        return (mask * (model(x) - y) ** 2).sum() / mask.sum()
+
+    mask = jnp.ones((64, 1)).at[1::4].set(0)
+    state = gs.TrainState.create(normed(), optax.sgd(0.1), rule=PLAIN)
+    step = gs.train_step(loss, microbatches=4, weight=tokens)
+    state, _ = step(state, X.at[1::4].set(jnp.nan), Y, mask)
+    assert state.applied
+    model = normed()
+    for i in (0, 2, 3):
+        model(X[i::4])
+    np.testing.assert_allclose(
+        state.params.layers[1].mean[...], model.layers[1].mean[...], rtol=1e-5
+    )
 
 
 def test_one_part_that_overflows_skips_the_step_and_all_its_changes():

@@ -81,6 +81,7 @@ class Seen(NamedTuple):
     number: float | None = None  # what is written out
     spread: bool = False  # a scalar, or one that is broadcast
     asks: bool = False  # a bool that asks what is finite
+    if_finite: bool = False  # one that is True only if something is finite
     bounds: frozenset[str] = frozenset()  # how numbers limit it
     origin: Any = None  # the argument, the constant or the result that it is
     still: bool = False  # a loop does not change it
@@ -229,6 +230,7 @@ def _result(eqn: JaxprEqn, xs: Sequence[Seen], variable: Var, is_inside: bool) -
         spread=not getattr(variable.aval, "shape", ())
         or (name == "broadcast_in_dim" and xs[0].spread),
         asks=_asks(eqn, xs),
+        if_finite=_if_finite(eqn, xs),
         bounds=bounds,
         origin=xs[0].origin if name in ("convert_element_type", "copy") else ("made", id(variable)),
         still=bool(xs) and all(x.still or x.number is not None for x in xs),
@@ -273,12 +275,14 @@ def _is_bare(eqn: JaxprEqn, xs: Sequence[Seen], is_inside: bool) -> bool:
 
 
 def _choice(eqn: JaxprEqn, xs: Sequence[Seen]) -> JaxprEqn | None:
-    """What has chosen between the loss scale after an update and another one, by something else
-    than what is finite."""
+    """What has chosen between the loss scale after an update and another one: by something else
+    than what is finite, or the other one where something is not."""
     of = xs[1:] if eqn.primitive.name == "select_n" else xs
     is_new = [x.is_new for x in of]
-    if eqn.primitive.name == "select_n" and any(is_new) and not all(is_new) and not xs[0].asks:
-        return eqn
+    if eqn.primitive.name == "select_n" and any(is_new) and not all(is_new):
+        is_lost = xs[0].if_finite and is_new == [False, True]
+        if is_lost or not xs[0].asks:
+            return eqn
     return next((x.chosen for x in of if x.chosen is not None), None)
 
 
@@ -370,6 +374,16 @@ def _asks(eqn: JaxprEqn, xs: Sequence[Seen]) -> bool:
         return any(x.number is not None and np.isinf(x.number) for x in xs)
     passes = DOES.get(name) is _D.FORGET or name in _NUMERIC
     return name == "is_finite" or (passes and any(x.asks for x in xs))
+
+
+def _if_finite(eqn: JaxprEqn, xs: Sequence[Seen]) -> bool:
+    """Whether a bool is True only if something is finite."""
+    name = eqn.primitive.name
+    if name in ("lt", "le", "gt", "ge"):
+        return any(x.number is not None and np.isinf(x.number) for x in xs)
+    if name in ("and", "reduce_and", *_NUMERIC):
+        return any(x.if_finite for x in xs)
+    return name == "is_finite"
 
 
 # ── a program ────────────────────────────────────────────────────────────────────────────────────

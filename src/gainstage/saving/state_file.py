@@ -1,5 +1,6 @@
 """States in files, of which every name, shape, dtype and kind is compared when they are read."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from gainstage._base.tensor_file import TensorFile, write_tensors
 from gainstage._variables.types import PyTree
 from gainstage.precision.plan import Plan
 from gainstage.transforms.loss_scaled import transformation_of
-from gainstage.transforms.train_state import TrainState
+from gainstage.transforms.train_state import TrainState, refuse_deleted
 
 Like = TypeVar("Like")
 STATE_VERSION = 1  # of the facts
@@ -54,6 +55,11 @@ def save(path: str | Path, state: PyTree, *, plan: Plan | None = None) -> None:
 
     Source: the format safetensors.
     """
+    if isinstance(state, str | Path):
+        raise TypeError("Expected a path, and then a state: gainstage.save(path, state).")
+    if not Path(path).absolute().parent.is_dir():
+        raise FileNotFoundError(f"Expected a folder that exists for {str(path)!r}; make it first.")
+    refuse_deleted(state)
     leaves = _arrays_by_name(state)
     keys = {n: str(jax.random.key_impl(x)) for n, x in leaves.items() if is_key(x)}
     arrays = {name: _on_host(name, x) for name, x in leaves.items()}
@@ -94,6 +100,8 @@ def load(path: str | Path, like: Like | Callable[[], Like]) -> Like:
 
     Source: the format safetensors.
     """
+    if isinstance(like, str | Path) or not isinstance(path, str | os.PathLike):
+        raise TypeError("Expected a path, and then a state: gainstage.load(path, like).")
     given: Any = like
     whole: Any = jax.eval_shape(given) if _makes(like) else given
     file, leaves = TensorFile(Path(path)), _arrays_by_name(whole)

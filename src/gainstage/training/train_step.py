@@ -189,8 +189,9 @@ def train_step(
             Scalars and models of the batch go to each part whole; a typed key is split. Aux has a
             leading axis of the parts. Audits compare the first part.
         weight: a function `(*part)` of a microbatch that returns what it counts in the mean, such
-            as its number of tokens, a scalar; None for parts that count alike. A part of weight 0
-            counts nothing, even if its loss is NaN.
+            as its number of tokens, a scalar >= 0; None for parts that count alike. A part of
+            weight 0 counts nothing and changes nothing, even if its loss is NaN. A batch of which
+            no part counts is skipped, and the loss scale stays.
         audit_every: an integer >= 1: the steps after 0, 1, 3, 10, 30, 100 and so on, and then each
             that many, are compared with float32 before they are taken, as by `gainstage.audit`;
             None for no audits. An audit is a program of its own, so other steps are what they are

@@ -24,19 +24,21 @@ def with_kept_moments(
     """
     names, new_names = _trained_by_path(old_params), _trained_by_path(new_params)
     same = {id(x): path for path, x in names.items()}
-    before = {path: same.get(id(x), path) for path, x in new_names.items()}
-    places = _Routes(names).of(old)
-    by_field = _unique_by_field(places)
+    moved = {same[id(x)] for x in new_names.values() if id(x) in same}
+    before: dict[Route | None, Route | None] = {None: None}
+    for path, x in new_names.items():  # a name that an array has left is that of a new one
+        before[path] = same.get(id(x), path if path not in moved else (None,))
+    places, new_places = _Routes(names).of(old), _Routes(new_names).of(new)
+    by_field, of_new = _unique_by_field(places), _unique_by_field(new_places)
     arrays = {key: x for key, (_, x) in places.items()}
 
     def one(key: tuple[Route, Route | None], x: Any) -> Any:
         around, name = key
-        found = arrays.get((around, None if name is None else before[name]))
-        if found is None and name is not None and around:
+        found = arrays.get((around, before[name]))
+        if found is None and around and (around[-1], name) in of_new:
             found = by_field.get((around[-1], before[name]))
         return found if _alike(found, x) else x
 
-    new_places = _Routes(new_names).of(new)
     chosen = {whole: one(key, x) for key, (whole, x) in new_places.items()}
     state = jax.tree_util.tree_map_with_path(lambda path, _: chosen[path], new)
     return state if names.keys() == new_names.keys() else _without_rows(state, new)
@@ -65,12 +67,12 @@ class _Routes:
 
 def _unique_by_field(
     places: dict[tuple[Route, Route | None], tuple[Route, Any]],
-) -> dict[tuple[Any, Route], Any]:
-    """The moments of each parameter by the field of a state that has them, such as `mu`, as another
-    chain has them in another place; none that two parts of the chain have."""
-    found = dict[tuple[Any, Route], list[Any]]()
+) -> dict[tuple[Any, Route | None], Any]:
+    """The moments of each parameter, and counts, by the field of a state that has them, such as
+    `mu`, as another chain has them in another place; none that two parts of the chain have."""
+    found = dict[tuple[Any, Route | None], list[Any]]()
     for (around, name), (_, x) in places.items():
-        if name is not None and around:
+        if around:
             found.setdefault((around[-1], name), []).append(x)
     return {key: xs[0] for key, xs in found.items() if len(xs) == 1}
 

@@ -100,7 +100,8 @@ class Microbatches:
             return jnp.asarray(found, jnp.float32)
 
         each = lax.map(of, jnp.arange(self.count))
-        return each / each.sum()
+        total = each.sum()
+        return jnp.where(total > 0, each / jnp.where(total > 0, total, 1), 0)
 
 
 class _Changed(NamedTuple):
@@ -153,11 +154,20 @@ def gradients_of_parts(
         found, after = of_part(before, number)
         share = shares[number] if isinstance(shares, jax.Array) else shares
         sums = jax.tree.map(lambda s, x: _plus(s, x, share), sums, (found.loss, found.grads))
-        after = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), after, before)
+        counts = True if isinstance(share, float) else share != 0
+        after = jax.tree.map(
+            lambda new, old: lax.select(
+                jnp.broadcast_to(counts, jnp.shape(old)), jnp.asarray(new, old.dtype), old
+            ),
+            after,
+            before,
+        )
         return (sums, after), found.aux
 
     carry, aux = lax.scan(add, (sums, start), jnp.arange(microbatches.count))
     (total, grads), changed = carry
+    if not isinstance(shares, float):  # a batch of which no part counts has no loss
+        total = jnp.where(shares.any(), total, jnp.nan)
     extra: Any = changed.extra
     if isinstance(found.extra, NewExtra):
         extra = NewExtra(changed.model, changed.extra)

@@ -186,6 +186,8 @@ class Step(NamedTuple):
                 options |= _sharding_options(partition, shardings, grads)
         else:  # others get the gradients first
             grads = gradients.unscale(grads, scale)
+        if self.microbatches.weight is not None:  # nothing may count, which is no overflow
+            options["apply_if"] = jnp.isfinite(backward.loss)
         step = functools.partial(
             apply_gradients, self.tx, state, grads, backward.extra, backward.loss, **options
         )

@@ -1,6 +1,7 @@
 """A train state: parameters, optimizer state and loss scale, and all that a skipped step keeps."""
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Self, overload
 
@@ -131,7 +132,12 @@ class TrainState(Generic[Params]):
         refuse_others(params)
         trainable = kind_of(params).trainable(params)
         check_leaves(trainable)
-        check_leaves(extra, "extra", "Bind what is no array to the loss: functools.partial.")
+        check_leaves(
+            extra,
+            "extra",
+            "Of a model of Equinox, pass equinox.filter(model, equinox.is_array). Bind what else is "
+            "no array to the loss: functools.partial.",
+        )
         extra = jax.tree.map(jnp.asarray, extra)
         options = {
             "rule": rule,
@@ -226,6 +232,7 @@ class TrainState(Generic[Params]):
     def copy(self) -> Self:
         """Returns the same state in memory of its own, which no step of this one donates: the best
         of a run, or one to go back to."""
+        refuse_deleted(self)
         copied: Any = jax.tree.map(jnp.copy, self)
         return copied
 
@@ -253,7 +260,12 @@ class TrainState(Generic[Params]):
             >>> print(whole.step, whole.opt_state.inner[0].mu)
             1 {'body': Array([0., 0.], dtype=float32), 'head': Array([0.2, 0.2], dtype=float32)}
         """
+        if isinstance(params, TrainState):
+            raise TypeError("Expected parameters for with_params; got a TrainState. Write .params.")
+        refuse_deleted(self)
         scaled = transformation_of(self._transformation)
+        if tx is not None:
+            check_transformation("tx", tx)
         if tx is None:
             tx = self._transformation
         elif scaled and not _has_scale(tx, kind_of(params).trainable(params)):
@@ -337,10 +349,17 @@ class TrainState(Generic[Params]):
                 differentiated with the loss scale, and a step whose update is not finite skipped.
 
         Raises:
-            TypeError: `extra` is missing, or of another state.
+            TypeError: `extra` is missing, or not what `value_and_grad` returns, or an argument is
+                spelt in another way.
             ValueError: `grads` or `extra` has another structure than `params` and `extra` of the
                 state.
         """
+        for name in asked_for:
+            if meant := difflib.get_close_matches(name, ("apply_if", "loss", "extra"), 1):
+                raise TypeError(
+                    f"Expected loss, apply_if, or what the transformation asks for; got {name}. "
+                    f"Write {meant[0]}=."
+                )
         return dataclasses.replace(
             self,
             **apply_gradients(
@@ -385,6 +404,17 @@ class TrainState(Generic[Params]):
     def __getstate__(self) -> dict[str, Any]:
         """All but the transformation, which is made of functions that cannot be pickled."""
         return {**{name: getattr(self, name) for name in _FIELDS}, "tx": None}
+
+
+def refuse_deleted(state: PyTree) -> None:
+    """Raises a ValueError for arrays that a step has deleted, such as those of a state with the
+    `params` of another one."""
+    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+            raise ValueError(
+                f"`state.{joined(path)}` was donated to a step and deleted, perhaps as an array of "
+                f"another state that shared it. Take a copy before such a step: state.copy()."
+            )
 
 
 def forget_donated(state: TrainState[Any]) -> None:
