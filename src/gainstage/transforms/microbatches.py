@@ -166,7 +166,7 @@ def gradients_of_parts(
 
     carry, aux = lax.scan(add, (sums, start), jnp.arange(microbatches.count))
     (total, grads), changed = carry
-    if not isinstance(shares, float):  # a batch of which no part counts has no loss
+    if isinstance(shares, jax.Array):  # a batch of which no part counts has no loss
         total = jnp.where(shares.any(), total, jnp.nan)
     extra: Any = changed.extra
     if isinstance(found.extra, NewExtra):

@@ -126,8 +126,8 @@ _ARRAYS, _EQUINOX, _NNX = Arrays(), Equinox(), Nnx()
 def kind_of(*models: Any, beside: PyTree = ()) -> Arrays:
     """What the models among these values are. Any object of NNX beside them counts too, such as
     `nnx.Rngs`, if they are of no other library."""
-    for library, kind in ((_nnx(), _NNX), (_equinox(), _EQUINOX)):
-        module = getattr(library, "Module", ())
+    for library, kind in (("flax.nnx", _NNX), ("equinox", _EQUINOX)):
+        module = getattr(sys.modules.get(library), "Module", ())
         if any(isinstance(model, module) for model in models):
             return kind
     objects = getattr(_nnx(), "Pytree", ())

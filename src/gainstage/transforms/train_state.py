@@ -135,8 +135,8 @@ class TrainState(Generic[Params]):
         check_leaves(
             extra,
             "extra",
-            "Of a model of Equinox, pass equinox.filter(model, equinox.is_array). Bind what else is "
-            "no array to the loss: functools.partial.",
+            "Of a model of Equinox, pass equinox.filter(model, equinox.is_array). Bind what else "
+            "is no array to the loss: functools.partial.",
         )
         extra = jax.tree.map(jnp.asarray, extra)
         options = {
