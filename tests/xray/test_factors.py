@@ -99,7 +99,7 @@ def test_a_factor_that_is_too_large_is_replaced(loss_of):
 
 
 @LOSSES
-@pytest.mark.parametrize("factor", [1.0, 2.0**2])
+@pytest.mark.parametrize("factor", [1.0, 2.0])
 def test_a_gradient_inside_that_is_too_small_gets_a_factor(loss_of, factor):
     """The advised factor makes a step right whose inner gradient float16 has lost."""
     size, before = 1e-7, loss_of(jax.grad if factor == 1 else under(factor))
