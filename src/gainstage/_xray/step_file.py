@@ -80,7 +80,7 @@ def packed(args: Sequence[Any]) -> Packed:
                 result.arrays[name] = array
         tree: dict[str, Any] | None = None
         with contextlib.suppress(TypeError):  # a class, or keys that are not strings
-            tree = _described(arg)
+            tree = _structure_of(arg)
         kind = f"{type(arg).__module__}.{type(arg).__qualname__}"
         result.args.append({"type": kind, "tree": tree})
     return result
@@ -230,7 +230,7 @@ def _rebuilt(number: int, arg: dict[str, Any], values: dict[str, Any], option: s
     )
 
 
-def _described(tree: Any) -> dict[str, Any]:
+def _structure_of(tree: Any) -> dict[str, Any]:
     """The structure of a pytree of dictionaries, lists and tuples, for JSON.
 
     Raises:
@@ -239,9 +239,9 @@ def _described(tree: Any) -> dict[str, Any]:
     if tree is None:
         return {"kind": "none"}
     if type(tree) in (list, tuple):
-        return {"kind": type(tree).__name__, "of": [_described(x) for x in tree]}
+        return {"kind": type(tree).__name__, "of": [_structure_of(x) for x in tree]}
     if type(tree) is dict and all(type(key) is str for key in tree):
-        return {"kind": "dict", "of": {key: _described(x) for key, x in tree.items()}}
+        return {"kind": "dict", "of": {key: _structure_of(x) for key, x in tree.items()}}
     if not jax.tree_util.all_leaves([tree]):
         raise TypeError
     return {"kind": "leaf"}
