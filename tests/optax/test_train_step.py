@@ -1,5 +1,7 @@
 """`train_step`: the loop that is written out elsewhere, as one call."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from compilations import compilations
 
 import gainstage as gs
 from gainstage.training import train_step as compiled_steps
+from gainstage.training.train_step import TrainStepOptions
 
 X, Y = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4), np.ones((8, 1), np.float32)
 
@@ -109,6 +112,12 @@ def test_gradients_are_stored_once():
     assert not params.is_deleted()
     gs.train_step(product)(state, jnp.ones(shape))
     assert params.is_deleted()
+
+
+def test_the_types_know_each_option():
+    """What a type checker accepts as an option of `train_step` is what the function takes."""
+    taken = set(inspect.signature(gs.train_step).parameters) - {"loss_fn", "has_aux"}
+    assert set(TrainStepOptions.__annotations__) == taken
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

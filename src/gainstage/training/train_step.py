@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, NamedTuple, TypeVarTuple, overload
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVarTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -57,19 +57,25 @@ DRIFTS = (
 More = TypeVarTuple("More")  # the type of aux, if there is one
 
 
+class TrainStepOptions(TypedDict, total=False):
+    """The options of `train_step` that do not change the type of a step."""
+
+    using: Using | None
+    donate: bool
+    retries: bool | int
+    microbatches: int
+    weight: Callable[..., Scalar] | None
+    audit_every: int | None
+    audit_bounds: Sequence[float]
+    mend: bool
+
+
 @overload
 def train_step(
     loss_fn: Callable[..., Scalar | tuple[Scalar, Any]],
     *,
     has_aux: Literal[False] = False,
-    using: Using | None = ...,
-    donate: bool = True,
-    retries: bool | int = 0,
-    microbatches: int = 1,
-    weight: Callable[..., Scalar] | None = None,
-    audit_every: int | None = None,
-    audit_bounds: Sequence[float] = BOUNDS,
-    mend: bool = False,
+    **options: Unpack[TrainStepOptions],
 ) -> "TrainStep[()]": ...
 
 
@@ -78,14 +84,7 @@ def train_step(
     loss_fn: Callable[..., tuple[Scalar, Aux]],
     *,
     has_aux: Literal[True],
-    using: Using | None = ...,
-    donate: bool = True,
-    retries: bool | int = 0,
-    microbatches: int = 1,
-    weight: Callable[..., Scalar] | None = None,
-    audit_every: int | None = None,
-    audit_bounds: Sequence[float] = BOUNDS,
-    mend: bool = False,
+    **options: Unpack[TrainStepOptions],
 ) -> "TrainStep[Aux]": ...
 
 
@@ -94,14 +93,7 @@ def train_step(
     loss_fn: Callable[..., tuple[Scalar, Any, Aux]],
     *,
     has_aux: Literal[True],
-    using: Using | None = ...,
-    donate: bool = True,
-    retries: bool | int = 0,
-    microbatches: int = 1,
-    weight: Callable[..., Scalar] | None = None,
-    audit_every: int | None = None,
-    audit_bounds: Sequence[float] = BOUNDS,
-    mend: bool = False,
+    **options: Unpack[TrainStepOptions],
 ) -> "TrainStep[Aux]": ...
 
 
@@ -110,14 +102,7 @@ def train_step(
     loss_fn: Callable[..., Any],
     *,
     has_aux: Literal[True],
-    using: Using | None = ...,
-    donate: bool = True,
-    retries: bool | int = 0,
-    microbatches: int = 1,
-    weight: Callable[..., Scalar] | None = None,
-    audit_every: int | None = None,
-    audit_bounds: Sequence[float] = BOUNDS,
-    mend: bool = False,
+    **options: Unpack[TrainStepOptions],
 ) -> "TrainStep[Any]": ...
 
 
@@ -126,14 +111,7 @@ def train_step(
     loss_fn: Callable[..., Any],
     *,
     has_aux: bool,
-    using: Using | None = ...,
-    donate: bool = True,
-    retries: bool | int = 0,
-    microbatches: int = 1,
-    weight: Callable[..., Scalar] | None = None,
-    audit_every: int | None = None,
-    audit_bounds: Sequence[float] = BOUNDS,
-    mend: bool = False,
+    **options: Unpack[TrainStepOptions],
 ) -> "TrainStep[*tuple[Any, ...]]": ...
 
 
