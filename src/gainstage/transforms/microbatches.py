@@ -154,14 +154,7 @@ def gradients_of_parts(
         found, after = of_part(before, number)
         share = shares[number] if isinstance(shares, jax.Array) else shares
         sums = jax.tree.map(lambda s, x: _plus(s, x, share), sums, (found.loss, found.grads))
-        counts = True if isinstance(share, float) else share != 0
-        after = jax.tree.map(
-            lambda new, old: lax.select(
-                jnp.broadcast_to(counts, jnp.shape(old)), jnp.asarray(new, old.dtype), old
-            ),
-            after,
-            before,
-        )
+        after = jax.tree.map(lambda new, old: _if_counted(share, new, old), after, before)
         return (sums, after), found.aux
 
     carry, aux = lax.scan(add, (sums, start), jnp.arange(microbatches.count))
@@ -180,5 +173,12 @@ def _sum_of_none(like: Any) -> jax.Array:
 
 
 def _plus(total: jax.Array, x: jax.Array, share: Any) -> jax.Array:
-    """A sum with one more part. A part that counts nothing may be NaN, as a mean of nothing is."""
-    return total + jnp.where(share == 0, 0, x.astype(total.dtype) * share)
+    """A sum with one more part."""
+    return _if_counted(share, total + x.astype(total.dtype) * share, total)
+
+
+def _if_counted(share: Any, new: jax.Array, old: jax.Array) -> jax.Array:
+    """What a part has made of a value; the value as it was if the part counts nothing, as it may be
+    NaN then: a mean of nothing."""
+    new = jnp.asarray(new, old.dtype)
+    return new if isinstance(share, float) else jnp.where(share == 0, old, new)
