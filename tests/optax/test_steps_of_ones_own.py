@@ -214,6 +214,17 @@ def test_an_optimizer_that_asks_for_more_is_given_the_line(case):
         state.apply_gradients(params(), **given)
 
 
+def test_an_error_of_a_function_that_was_given_is_its_own():
+    """A mistake in `value_fn` itself is shown as it is, and not as a missing argument."""
+    state = gs.TrainState.create(params(), optax.lbfgs())
+
+    def wrong(p):
+        raise ValueError("value_fn has no data today")
+
+    with pytest.raises(ValueError, match="value_fn has no data today"):
+        state.apply_gradients(params(), loss=1.0, value_fn=wrong)
+
+
 def test_a_learning_rate_of_optax_is_set_in_a_state():
     """Another rate of `optax.inject_hyperparams` in a state is a new number, and no new program."""
     traces = []

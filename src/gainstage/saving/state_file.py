@@ -32,7 +32,7 @@ def save(path: str | Path, state: PyTree, *, plan: Plan | None = None) -> None:
     is whole, so an interruption keeps the old one.
 
     On several processes, each one calls it: sharded arrays are gathered, and process 0 writes. For
-    models that no host can hold, use [Orbax](checkpoints.md#with-orbax).
+    models that no host can hold, use Orbax.
 
     Args:
         path: the file, such as "run.safetensors". Its folder must exist.

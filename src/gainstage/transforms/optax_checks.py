@@ -102,6 +102,7 @@ def updated_by(
             rest = {name: value for name, value in more.items() if name != refused[1]}
             return updated_by(tx, grads, state, params, rest)
         names = re.findall(r"'(\w+)'", wanted[1]) if wanted else _FUNCTION.findall(text)
+        names = [name for name in names if name not in more]  # else it is an error of that function
         if not names:
             raise
         raise MissingArgumentError(names) from error

@@ -69,7 +69,6 @@ def apply_gradients(
         check_like("grads", grads, "params", kind.trainable(state.params))
     trainable = kind.chosen(model.tree, grads)
     check_like("grads", grads, "params", trainable)
-    check_like("extra", extra, "extra", state.extra)
     _check_extra(extra, state.extra)
     if loss is not None:
         options["value"] = loss
@@ -300,6 +299,7 @@ def _no_extra(extra: object) -> InvalidArgumentError:
 
 def _check_extra(extra: PyTree, before: PyTree) -> None:
     """Raises an error for another structure, or numbers that the old extra cannot hold."""
+    check_like("extra", extra, "extra", before)
     pairs = [jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (extra, before)]
     names = [{jax.tree_util.keystr(path): x for path, x in each} for each in pairs]
     if names[0].keys() != names[1].keys():
