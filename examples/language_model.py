@@ -208,7 +208,7 @@ def train(settings, folder, devices):
     step = gs.train_step(loss_fn)
     text, held_out = read_texts()
     unseen = np.stack([draw(held_out, settings, n) for n in range(8)])
-    recorder, began = StepRecorder(folder / "bad.npz", keep=3), time.perf_counter()
+    recorder, began = StepRecorder(folder / "bad.safetensors", keep=3), time.perf_counter()
     params = nnx.state(state.params, nnx.Param)
     with JsonLines(folder / "run.jsonl", rule=RULE, params=params) as record:
         for n in range(done + 1, settings.steps + 1):

@@ -135,8 +135,8 @@ def recorded(mesh, folder):
     w = jax.make_array_from_callback((4,), whole, np.full(4, 0.1, np.float16).__getitem__)
     state, written = gs.TrainState.create(w, optax.sgd(0.01), telemetry=True), []
     records = gs.diagnostics.JsonLines(folder / "run.jsonl")
-    recorder = gs.diagnostics.StepRecorder(folder / "bad.npz")
-    spread = gs.diagnostics.StepRecorder(folder / "spread.npz")
+    recorder = gs.diagnostics.StepRecorder(folder / "bad.safetensors")
+    spread = gs.diagnostics.StepRecorder(folder / "spread.safetensors")
     with records, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for n in range(10):

@@ -113,7 +113,7 @@ def _parser() -> _Parser:
             "gainstage demo",
             "gainstage lint train:what_to_lint",
             "gainstage report run.jsonl",
-            "gainstage xray bad.npz --loss train:loss_fn",
+            "gainstage xray bad.safetensors --loss train:loss_fn",
         ],
     )
     parser.add_argument("--version", action="version", version=__version__)
@@ -210,8 +210,8 @@ def _parser() -> _Parser:
         "report",
         help="summarize a recorded run",
         description="Reads a run that gainstage.diagnostics.JsonLines recorded, and the step files "
-        "(.npz) in its folder. Prints tables and writes a page: the loss scale, the skipped steps "
-        "with their causes, the loss, the tensors, and advice. "
+        "in its folder. Prints tables and writes a page: the loss scale, the skipped steps with "
+        "their causes, the loss, the tensors, and advice. "
         "The exit status is 0, or 1 if the run cannot be read or the page cannot be written.",
         examples=[
             "gainstage report run.jsonl",
@@ -234,11 +234,11 @@ def _parser() -> _Parser:
         "the CPU unless the environment variable JAX_PLATFORMS is set. The exit status is 0, or 1 "
         "if the file cannot be read or the step cannot be computed.",
         examples=[
-            "gainstage xray bad.npz --loss train:loss_fn",
-            "gainstage xray bad.npz --loss train:loss_fn --like train:make_model",
+            "gainstage xray bad.safetensors --loss train:loss_fn",
+            "gainstage xray bad.safetensors --loss train:loss_fn --like train:make_model",
         ],
     )
-    xray.add_argument("path", type=Path, metavar="STEP.npz", help="the step file")
+    xray.add_argument("path", type=Path, metavar="STEP.safetensors", help="the step file")
     function: dict[str, Any] = {"type": _function, "metavar": "MODULE:FUNCTION"}
     xray.add_argument(
         "--loss",

@@ -102,7 +102,7 @@ def test_the_examples_of_a_help_work_as_written(words, examples, tmp_path, monke
     zero = jnp.float32(0)
     told = gs.typing.StepInfo(jnp.array(False), jnp.float32(8), zero, zero, zero, zero)
     arguments = {"w": jnp.ones(64)}, jnp.full((64, 64), 3e4)
-    assert StepRecorder(tmp_path / "bad.npz").write(0, told, *arguments)
+    assert StepRecorder(tmp_path / "bad.safetensors").write(0, told, *arguments)
     with JsonLines(tmp_path / "run.jsonl") as run:
         run.write(0, told, loss=1.0)
     monkeypatch.chdir(tmp_path)
@@ -140,15 +140,23 @@ MISTAKES = [
     ("report", "a.jsonl b.jsonl", "unrecognized arguments: b.jsonl. See gainstage report --help."),
     ("report", "a.jsonl --output a.txt", "Expected a .html, .png, .pdf or .svg file; got a.txt."),
     ("report", "a.jsonl --output a.html", "got a.html (Is a directory). Choose another path."),
-    ("xray", "bad.npz", "are required: --loss. See gainstage xray --help."),
-    ("xray", "--loss train:loss_fn", "are required: STEP.npz. See gainstage xray --help."),
-    ("xray", "bad.npz --loss train", "such as train:loss_fn for loss_fn in train.py; got train."),
+    ("xray", "bad.safetensors", "are required: --loss. See gainstage xray --help."),
+    ("xray", "--loss train:loss_fn", "are required: STEP.safetensors. See gainstage xray --help."),
+    (
+        "xray",
+        "bad.safetensors --loss train",
+        "such as train:loss_fn for loss_fn in train.py; got train.",
+    ),
     ("advise", "train.py:what", "such as train:what_to_advise for what_to_advise in train.py; got"),
     ("lint", "train.py:what", "such as train:what_to_lint for what_to_lint in train.py; got"),
-    ("xray", "bad.npz --loss a/b.py:f", "Expected MODULE:FUNCTION, such as train:loss_fn"),
-    ("xray", "bad.npz --loss ./train:f", "argument --loss: Expected MODULE:FUNCTION"),
-    ("xray", "bad.npz --loss a:f --like make", "argument --like: Expected MODULE:FUNCTION"),
-    ("xray", "bad.npz --loss a:f --using grad", "argument --using: Expected MODULE:FUNCTION"),
+    ("xray", "bad.safetensors --loss a/b.py:f", "Expected MODULE:FUNCTION, such as train:loss_fn"),
+    ("xray", "bad.safetensors --loss ./train:f", "argument --loss: Expected MODULE:FUNCTION"),
+    ("xray", "bad.safetensors --loss a:f --like make", "argument --like: Expected MODULE:FUNCTION"),
+    (
+        "xray",
+        "bad.safetensors --loss a:f --using grad",
+        "argument --using: Expected MODULE:FUNCTION",
+    ),
 ]
 
 
@@ -158,7 +166,7 @@ def test_a_wrong_argument_is_named_before_the_work(
 ):
     """A wrong argument ends with status 2 and a remedy on standard error; nothing is computed or
     written."""
-    (tmp_path / "bad.npz").write_bytes(b"kept")
+    (tmp_path / "bad.safetensors").write_bytes(b"kept")
     (tmp_path / "a.html").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "_run", lambda arguments: pytest.fail("computed"))
@@ -168,11 +176,11 @@ def test_a_wrong_argument_is_named_before_the_work(
     said = capsys.readouterr()
     assert said.out == ""
     assert message in said.err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "bad.npz"]
-    assert (tmp_path / "bad.npz").read_bytes() == b"kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "bad.safetensors"]
+    assert (tmp_path / "bad.safetensors").read_bytes() == b"kept"
 
 
-@pytest.mark.parametrize("words", ["demo", "doctor", "xray bad.npz --loss train:loss_fn"])
+@pytest.mark.parametrize("words", ["demo", "doctor", "xray bad.safetensors --loss train:loss_fn"])
 def test_a_missing_platform_is_named(words, tmp_path, monkeypatch, capsys):
     """If JAX finds no device, the status is 1 and the message has JAX's remedy; a step file is not
     called damaged."""
@@ -180,7 +188,7 @@ def test_a_missing_platform_is_named(words, tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text("def loss_fn(x):\n    return x\n")
     zero = jnp.float32(0)
     told = gs.typing.StepInfo(jnp.array(False), jnp.float32(8), zero, zero, zero, zero)
-    assert StepRecorder(tmp_path / "bad.npz").write(0, told, np.ones(3))
+    assert StepRecorder(tmp_path / "bad.safetensors").write(0, told, np.ones(3))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "train", raising=False)

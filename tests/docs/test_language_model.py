@@ -65,7 +65,7 @@ def test_the_language_model_learns_and_leaves_a_record(tmp_path):
     recorded = read_run(tmp_path / "run" / "run.jsonl")
     assert recorded.steps.tolist() == list(range(1, 41))
     assert 0 < recorded.skipped.sum() < 10
-    assert (tmp_path / "run" / "bad.npz").exists()
+    assert (tmp_path / "run" / "bad.safetensors").exists()
 
 
 @pytest.mark.thorough

@@ -43,7 +43,7 @@ def recorded(folder):
     rule = gs.DynamicLossScale(2.0**4)
     params = {"w": jnp.ones(3)}
     state = gs.TrainState.create(params, optax.sgd(0.01), rule=rule, telemetry=True)
-    take, recorder = gs.train_step(loss_fn), StepRecorder(folder / "step.npz")
+    take, recorder = gs.train_step(loss_fn), StepRecorder(folder / "step.safetensors")
     with JsonLines(folder / "run.jsonl") as record:
         for n, size in enumerate([0.5, 0.25, 40.0]):
             x = jnp.full((2, 3), size)

@@ -64,7 +64,7 @@ def test_a_recording_is_read(folder):
 
 def test_a_step_file_is_read_and_looked_into(folder):
     """The arguments of the bad step are bit for bit there, and its cause is found."""
-    bad = read_step(folder / "step.npz")
+    bad = read_step(folder / "step.safetensors")
     assert (bad.step, bad.scale) == (2, 16.0)
     params, x = bad.args
     assert params["w"].dtype == x.dtype == np.float32

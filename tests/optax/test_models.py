@@ -300,13 +300,13 @@ def test_an_x_ray_takes_a_model(kind):
 def test_an_xray_of_a_file_takes_a_model(kind, tmp_path, monkeypatch, capsys):
     """The X-ray of a step file that `train_step` filled needs `--like`, and no `--using`."""
     make, loss, _, _ = KINDS[kind]
-    recorder = StepRecorder(tmp_path / "bad.npz")
+    recorder = StepRecorder(tmp_path / "bad.safetensors")
     state, _ = gs.train_step(loss)(gs.TrainState.create(make(), transformation()), BAD, Y)
     assert recorder.write(0, state.info, state.params, BAD, Y)
     monkeypatch.chdir(tmp_path)
     name = __name__
     words = ["--loss", f"{name}:{loss.__name__}", "--like", f"{name}:{make.__name__}"]
-    status = main(["xray", "bad.npz", *words])
+    status = main(["xray", "bad.safetensors", *words])
     said = capsys.readouterr()
     assert (status, said.err) == (0, "")
     assert "NOT finite" in said.out
@@ -318,12 +318,12 @@ def aux_loss(model, x, y):
 
 def test_an_xray_of_a_file_of_a_loss_with_aux_names_its_option(tmp_path, monkeypatch, capsys):
     """Without `--has-aux` the error names the option, without a traceback; with it, it runs."""
-    recorder = StepRecorder(tmp_path / "bad.npz")
+    recorder = StepRecorder(tmp_path / "bad.safetensors")
     state = gs.TrainState.create(nnx_model(), transformation())
     state, *_ = gs.train_step(aux_loss, has_aux=True)(state, BAD, Y)
     assert recorder.write(0, state.info, state.params, BAD, Y)
     monkeypatch.chdir(tmp_path)
-    words = ["bad.npz", "--loss", f"{__name__}:aux_loss", "--like", f"{__name__}:make_nnx"]
+    words = ["bad.safetensors", "--loss", f"{__name__}:aux_loss", "--like", f"{__name__}:make_nnx"]
     assert main(["xray", *words]) == 1
     said = capsys.readouterr().err
     assert f"{__name__}:aux_loss returns (loss, aux), pass --has-aux." in said

@@ -156,10 +156,10 @@ def test_two_processes_write_one_record_and_one_step_file(uninterrupted):
     run = gs.diagnostics.read_run(folder / "run.jsonl")
     assert run.steps.tolist() == list(range(10))
     assert run.get("applied").tolist() == [1] * 6 + [0] + [1] * 3
-    bad = gs.diagnostics.read_step(folder / "bad.npz")
+    bad = gs.diagnostics.read_step(folder / "bad.safetensors")
     assert (bad.step, bad.scale) == (6, 2.0**15)
     assert (bad.args[1] == 1e4).all()
-    assert {path.name for path in folder.glob("*.npz*")} == {"bad.npz"}
+    assert {path.name for path in folder.glob("*.safetensors*")} == {"bad.safetensors"}
 
 
 NOT_ASKED = dict.fromkeys(("retried", "mended", "recorded", "saved"))

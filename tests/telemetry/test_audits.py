@@ -131,9 +131,9 @@ def test_the_report_counts_audits_and_names_the_worst_tensor(tmp_path, capsys):
 def test_a_recorder_keeps_the_batch_of_an_audit_past_its_bounds(tmp_path):
     """The first step whose audit is past a bound is saved; the next ones are not, until one is ok
     again."""
-    path = tmp_path / "bad.npz"
+    path = tmp_path / "bad.safetensors"
     run_of(20, (*range(6, 12), *range(16, 20)), recorder=StepRecorder(path, keep=3))
-    files = [read_step(file) for file in sorted(tmp_path.glob("*.npz"))]
+    files = [read_step(file) for file in sorted(tmp_path.glob("*.safetensors"))]
     assert sorted(file.step for file in files) == [6, 16]
     for file in files:
         assert file.finite

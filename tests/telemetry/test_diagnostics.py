@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -663,7 +662,10 @@ def test_a_recording_has_its_duration_and_device(tmp_path, monkeypatch):
 def test_a_step_file_beside_the_recording_is_offered(tmp_path, capsys):
     """The report has the command for the step file of a step that the run has skipped."""
     pytest.importorskip("rich")
-    path, bad = tmp_path / "run.jsonl", gs.diagnostics.StepRecorder(tmp_path / "bad step.npz")
+    path, bad = (
+        tmp_path / "run.jsonl",
+        gs.diagnostics.StepRecorder(tmp_path / "bad step.safetensors"),
+    )
     (tmp_path / "other.npz").write_bytes(b"something else")
     with JsonLines(path) as run:
         for step in range(3):
@@ -672,7 +674,7 @@ def test_a_step_file_beside_the_recording_is_offered(tmp_path, capsys):
     assert main(["report", str(path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Step 1 is kept in a step file. Find its cause: gainstage xray" in said
-    assert "bad step.npz' --loss MODULE:LOSS_FN" in said
+    assert "bad step.safetensors' --loss MODULE:LOSS_FN" in said
     assert "--like" not in said
     assert "other.npz" not in said
 
@@ -682,21 +684,20 @@ def test_a_step_file_of_an_applied_step_has_no_cause():
     bad one."""
     run = skipping(range(50, 80), 100)
     file = StepFile(99, float(run.get("loss_scale")[99]), time.time())
-    advice = summary(run, {"gainstage xray last.npz": file}).advice
-    assert "Step 99 is kept in a step file. Look into it: gainstage xray last.npz" in advice
+    advice = summary(run, {"gainstage xray last.safetensors": file}).advice
+    assert "Step 99 is kept in a step file. Look into it: gainstage xray last.safetensors" in advice
     assert any("StepRecorder" in sentence for sentence in advice)
 
 
 def test_the_command_for_the_step_file_of_a_model_has_like(tmp_path):
     """The command for a step file that needs `--like` has this option."""
     for name, params in {"tuple": (np.ones(2),), "model": info()}.items():
-        recorder = gs.diagnostics.StepRecorder(tmp_path / f"{name}.npz")
+        recorder = gs.diagnostics.StepRecorder(tmp_path / f"{name}.safetensors")
         assert recorder.write(3, info(finite=False), params, np.ones(2))
     (of_model, of_tuple) = commands(tmp_path)
-    assert of_model.endswith("model.npz --loss MODULE:LOSS_FN --like MODULE:MAKE_MODEL")
-    assert of_tuple.endswith("tuple.npz --loss MODULE:LOSS_FN")
-    with zipfile.ZipFile(tmp_path / "odd.npz", "w") as odd:
-        odd.writestr("step.json", '{"gainstage step": 1, "versions": {}, "settings": {}}')
+    assert of_model.endswith("model.safetensors --loss MODULE:LOSS_FN --like MODULE:MAKE_MODEL")
+    assert of_tuple.endswith("tuple.safetensors --loss MODULE:LOSS_FN")
+    gs.save(tmp_path / "state.safetensors", {"w": np.ones(2)})
     assert len(commands(tmp_path)) == 2
 
 
@@ -711,12 +712,12 @@ def test_a_report_without_a_step_file_says_how_to_keep_one(tmp_path, capsys):
     run = read_run(path)
     (step, *_), (scale, *_) = run.steps[run.skipped], run.get("loss_scale")[run.skipped]
     now = time.time()
-    kept = summary(run, {"gainstage xray bad.npz": StepFile(int(step), scale, now)}).advice
+    kept = summary(run, {"gainstage xray bad.safetensors": StepFile(int(step), scale, now)}).advice
     assert not any("StepRecorder" in sentence for sentence in kept)
     of_other_runs = (StepFile(int(step), 2 * scale, now), StepFile(int(step), scale, now - 3600))
     for other in of_other_runs:  # of another scale, or older than the run
-        said = summary(run, {"gainstage xray old.npz": other}).advice
-        assert not any("old.npz" in sentence for sentence in said)
+        said = summary(run, {"gainstage xray old.safetensors": other}).advice
+        assert not any("old.safetensors" in sentence for sentence in said)
     with JsonLines(tmp_path / "calm.jsonl") as calm:
         for step in range(50):
             calm.write(step, info(finite=step != 20), loss=1.0)
@@ -780,7 +781,7 @@ WRONG_RUNS = {
     "table.csv": "in line 1 of table.csv; got 'step,loss'. Pass a file that JsonLines wrote.",
     "picture.png": "Expected text in picture.png; got",
     "a run.jsonl": "got a run.html (Is a directory). Pass another path to --output.",
-    "bad step.npz": "If it is a step file, write: gainstage xray 'bad step.npz' --loss MODULE:LOSS",
+    "bad step.safetensors": "If it is a step file, write: gainstage xray 'bad step.safetensors' --",
 }
 
 
@@ -793,7 +794,7 @@ def test_report_says_what_is_wrong(name, message, tmp_path, monkeypatch, capsys)
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "table.csv").write_text("step,loss\n1,2\n")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
-    np.savez(tmp_path / "bad step.npz", a=np.ones(3))
+    gs.save(tmp_path / "bad step.safetensors", np.ones(3))
     with JsonLines(tmp_path / "a run.jsonl") as run:
         run.write(0, loss=1.0)
     monkeypatch.chdir(tmp_path)

@@ -1,10 +1,13 @@
 """A file of named arrays and facts, in the format safetensors, which executes nothing."""
 
+import contextlib
 import json
 import math
 import os
+import re
 import secrets
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
-FACTS_KEY = "gainstage"  # the name of the facts in the metadata of a file
+FACTS_KEY, CHECKSUM_KEY = "gainstage", "gainstage crc32"  # the metadata of a file: its facts
 # The dtypes of the format by their names in a file. Others are written as bytes.
 STORED_AS = {
     "BOOL": "bool", "I8": "int8", "U8": "uint8", "I16": "int16", "U16": "uint16", "I32": "int32",
@@ -21,21 +24,40 @@ STORED_AS = {
     "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
 
+# Those of numpy and of ml_dtypes, by their names there. None of them holds an object.
+_OTHER = re.compile(r"[<>|][biufcUSmM]\d+(\[\w+\])?|b?float\d+\w*|u?int[24]")
+
 
 def write_tensors(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
-    """Writes a file beside its place, flushes it, and moves it there: whatever happens, the file is
-    the old one or the new one, whole.
+    """Writes a file: whatever happens, `path` is the old one or the new one, whole.
 
     Args:
         path: where it will be. Its folder exists.
         arrays: the arrays by name.
         facts: what else it says, as for JSON.
     """
+    with written_beside(path, arrays, facts) as part:
+        part.replace(path)
+    flush_folder(path.parent)
+
+
+@contextlib.contextmanager
+def written_beside(
+    path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]
+) -> Iterator[Path]:
+    """Writes a file beside its place, under a name of its own, and flushes it to the disk; it is
+    removed in the end if it was not moved to its place."""
     whole: dict[str, np.ndarray] = {
         name: np.ascontiguousarray(x).reshape(x.shape) for name, x in arrays.items()
     }
-    raw = {n: x for n, x in whole.items() if x.dtype.name not in STORED_AS.values()}
-    facts = {**facts, "dtypes": {name: x.dtype.name for name, x in raw.items()}}
+    raw = {n: x for n, x in whole.items() if not _has_name(x.dtype)}
+    text = json.dumps(
+        {
+            **facts,
+            "dtypes": {name: _name_of(x.dtype) for name, x in raw.items()},
+            "checksums": {n: _checksum(n, x.dtype, x.shape, x) for n, x in whole.items()},
+        }
+    )
     for name, x in raw.items():
         whole[name] = x.reshape(*x.shape, 1).view(np.uint8)
     specs = {
@@ -46,16 +68,33 @@ def write_tensors(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[s
     }
     part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
-        serialize_file(specs, part, {FACTS_KEY: json.dumps(facts)})
+        serialize_file(specs, part, {FACTS_KEY: text, CHECKSUM_KEY: str(zlib.crc32(text.encode()))})
         with part.open("rb") as file:
             os.fsync(file.fileno())
-        part.replace(path)
+        yield part
     finally:
         part.unlink(missing_ok=True)
-    _flush_folder(path.parent)
 
 
-def _flush_folder(folder: Path) -> None:
+def _has_name(dtype: np.dtype) -> bool:
+    """Whether the format has a name for a dtype."""
+    return dtype.isnative and dtype.name in STORED_AS.values()
+
+
+def _name_of(dtype: np.dtype) -> str:
+    """The name of a dtype that the format does not have."""
+    return dtype.name if dtype.isbuiltin == 2 else dtype.str  # 2: of ml_dtypes
+
+
+def _checksum(name: str, dtype: np.dtype, shape: Sequence[int], data: Any) -> int:
+    """The checksum of an array and of what it is."""
+    start = zlib.crc32(f"{name} {_name_of(dtype)} {list(shape)}".encode())
+    if isinstance(data, np.ndarray):
+        data = data.reshape(-1).view(np.uint8)
+    return zlib.crc32(data, start)
+
+
+def flush_folder(folder: Path) -> None:
     """Makes a renaming last, where a folder can be opened."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
@@ -73,81 +112,85 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     start: int  # its first byte in the file
-    stored: tuple[int, ...]  # its shape there, which has one more axis if it is stored as bytes
 
 
 class TensorFile:
-    """A file that `write_tensors` has written. Its arrays are read one by one.
+    """A file that `write_tensors` has written. Its arrays are read one by one, and their checksums
+    are compared.
 
     Args:
         path: the file.
+        writer: what writes such files, for errors.
 
     Raises:
         ValueError: it is no such file, or was damaged.
         OSError: it cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, writer: str = "gainstage.save") -> None:
+        self._path, self._writer = path, writer
+        with path.open("rb") as opened:
+            first = opened.read(8)
         try:
             with safe_open(path, framework="numpy") as file:  # checks all sizes and places
-                self.facts: dict[str, Any] = _facts_of(file.metadata(), path)
+                self.facts: dict[str, Any] = self._facts_in(file.metadata() or {})
                 named = [(name, file.get_slice(name)) for name in file.offset_keys()]
                 kinds = [(name, s.get_shape(), s.get_dtype()) for name, s in named]
         except SafetensorError as error:
-            raise ValueError(
-                f"Expected a file that gainstage.save has written; got {str(path)!r}, which is "
-                f"another one or was damaged: {error}."
-            ) from error
-        with path.open("rb") as opened:
-            start = 8 + int.from_bytes(opened.read(8), "little")
+            raise self._refused(f"which is another one or was damaged: {error}") from error
+        start = 8 + int.from_bytes(first, "little")
         self.entries: dict[str, Entry] = {}
         for name, shape, kind in kinds:
             entry = self._entry(name, tuple(shape), kind, start)
             self.entries[name] = entry
             start += math.prod(entry.shape) * entry.dtype.itemsize
 
+    def _facts_in(self, metadata: Mapping[str, str]) -> dict[str, Any]:
+        """The facts of a file, those of the arrays each of its type."""
+        text = metadata.get(FACTS_KEY)
+        if text is None:
+            raise self._refused("which lacks what it says of itself, as a file of another library")
+        if metadata.get(CHECKSUM_KEY) != str(zlib.crc32(text.encode())):
+            raise self._refused("of which the checksum differs: it was damaged")
+        try:
+            facts = json.loads(text)
+            if not isinstance(facts["dtypes"], dict) or not isinstance(facts["checksums"], dict):
+                raise TypeError
+        except (KeyError, TypeError, ValueError, RecursionError):
+            raise self._refused("which does not say what its arrays are") from None
+        return dict(facts)
+
     def _entry(self, name: str, stored: tuple[int, ...], kind: str, start: int) -> Entry:
         other = self.facts["dtypes"].get(name)
         if kind not in STORED_AS or not isinstance(other, str | None):
-            raise self._damaged(f"{name!r} is of dtype {kind}")
+            raise self._refused(f"in which {name!r} is of dtype {kind}")
         if other is None:
-            return Entry(stored, jnp.dtype(STORED_AS[kind]), start, stored)
+            return Entry(stored, jnp.dtype(STORED_AS[kind]), start)
         try:
-            dtype = jnp.dtype(other)
+            dtype = jnp.dtype(other) if _OTHER.fullmatch(other) else None
         except TypeError:
-            raise self._damaged(f"{name!r} is of dtype {other!r}") from None
-        if kind != "U8" or not stored or stored[-1] != dtype.itemsize or dtype.kind not in "fV":
-            raise self._damaged(f"{name!r} is not of dtype {other!r}")
-        return Entry(stored[:-1], dtype, start, stored)
+            dtype = None
+        if dtype is None:
+            raise self._refused(f"in which {name!r} is of dtype {other!r}")
+        if kind != "U8" or not stored or stored[-1] != dtype.itemsize or not dtype.itemsize:
+            raise self._refused(f"in which {name!r} is not of dtype {other!r}")
+        return Entry(stored[:-1], dtype, start)
 
-    def _damaged(self, what: str) -> ValueError:
+    def _refused(self, what: str) -> ValueError:
         return ValueError(
-            f"Expected a file that gainstage.save has written; got {str(self._path)!r}, in which "
-            f"{what}."
+            f"Expected a file that {self._writer} has written; got {str(self._path)!r}, {what}."
         )
 
     def read(self, name: str) -> np.ndarray:
-        """An array of the file."""
+        """An array of the file.
+
+        Raises:
+            ValueError: it was damaged.
+        """
         entry = self.entries[name]
-        size = math.prod(entry.shape) * entry.dtype.itemsize
         with self._path.open("rb") as file:
             file.seek(entry.start)
-            data = file.read(size)
-        if len(data) != size:
-            raise self._damaged(f"{name!r} ends too early")
+            data = file.read(math.prod(entry.shape) * entry.dtype.itemsize)
+        if _checksum(name, entry.dtype, entry.shape, data) != self.facts["checksums"].get(name):
+            raise self._refused(f"of which the checksum of {name!r} differs: it was damaged")
         return np.frombuffer(data, entry.dtype).reshape(entry.shape)
-
-
-def _facts_of(metadata: Mapping[str, str] | None, path: Path) -> dict[str, Any]:
-    """The facts of a file, each of its type."""
-    try:
-        facts = json.loads((metadata or {})[FACTS_KEY])
-        if not isinstance(facts["dtypes"], dict):
-            raise TypeError
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise ValueError(
-            f"Expected a file that gainstage.save has written; got {str(path)!r}, which lacks what "
-            f"it says of itself. To read weights of another library, use that one."
-        ) from None
-    return dict(facts)

@@ -95,9 +95,8 @@ def main(
 def commands(folder: Path) -> dict[str, StepFile]:
     """Returns the step files in a folder, by the commands that look into them."""
     files = {}
-    for path in sorted(folder.glob("*.npz")):
-        # Another file, or a damaged description.
-        with contextlib.suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
+    for path in sorted(filter(Path.is_file, folder.iterdir())):
+        with contextlib.suppress(OSError, ValueError):  # another file
             about = step_file.description(path)
             like = " --like MODULE:MAKE_MODEL" * step_file.needs_like(about)
             command = f"gainstage xray {shlex.quote(str(path))} --loss MODULE:LOSS_FN{like}"

@@ -1,18 +1,10 @@
-"""The file of a bad step: an .npz archive of the leaves of a loss's arguments, by their paths."""
+"""The file of a bad step: the leaves of a loss's arguments by their paths, as safetensors."""
 
-# `numpy.load` reads it too: `params["w"]` of the first argument is the array `0/w`. Nothing is
-# pickled or compressed. numpy has no names for bfloat16, float8 and int4, so these are stored as
-# unsigned integers, and PRNG keys as their data; `step.json` says what each was. It also has the
-# structure of dictionaries with strings as keys, lists and tuples; others are given as `like`.
+# `params["w"]` of the first argument is the array `0/w`. PRNG keys are stored as their data; the
+# facts of the file say what each leaf was. They also have the structure of dictionaries with
+# strings as keys, lists and tuples; others are given as `like`.
 
 import contextlib
-import io
-import json
-import math
-import os
-import re
-import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +15,13 @@ import numpy as np
 
 from gainstage._base import checks
 from gainstage._base._jax import Tracer
+from gainstage._base.arrays import is_key
+from gainstage._base.tensor_file import TensorFile, written_beside
 from gainstage._variables.types import PyTree
 from gainstage._variables.variable import Variable
 
-STEP_FORMAT = 3
-DESCRIPTION = "step.json"
-WRITER = "gainstage.diagnostics.StepRecorder writes step files"
+STEP_FORMAT = 4
+STEP_WRITER = "gainstage.diagnostics.StepRecorder"
 # How to pass a missing `like`, in Python and on the command line.
 HOW_TO_PASS = {
     "like": "pass a tuple of the arguments up to this one, such as (model,), or a function that "
@@ -36,10 +29,8 @@ HOW_TO_PASS = {
     "--like": "pass MODULE:FUNCTION, a function without arguments that returns a model like that "
     "of the run, or a tuple of the arguments up to this one",
 }
-_SMALL = re.compile(r"b?float\d+\w*|u?int[24]")  # the dtypes for which numpy has no name
-# The errors of reading a damaged archive.
-_DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, TypeError, LookupError, AttributeError,
-           EOFError, RuntimeError, MemoryError, OSError)  # fmt: skip
+# What a description that no run has written makes of the code that reads it.
+_DAMAGE = ValueError, TypeError, LookupError, AttributeError, RuntimeError, MemoryError
 
 
 class StepFileError(ValueError):
@@ -50,7 +41,7 @@ class Packed(NamedTuple):
     """Arguments, ready to be written; their arrays are still on the device."""
 
     arrays: dict[str, Any]  # by the number of the argument and the path of the leaf: `0/w`
-    kinds: dict[str, tuple[str, str]]  # of each leaf: what it was, and its dtype
+    kinds: dict[str, str]  # what each leaf was
     args: list[dict[str, Any]]  # of each argument: its class and structure; None if it needs `like`
 
     @property
@@ -74,9 +65,8 @@ def packed(args: Sequence[Any]) -> Packed:
             _check_readable(leaf, f"argument {number}" + f" ({leaf_path(path)})" * bool(path))
             if name in result.kinds:
                 raise ValueError(f"two leaves of argument {number} have the path {leaf_path(path)}")
-            array, kind = _as_array(leaf)
-            result.kinds[name] = kind, str(array.dtype)
-            if kind != "other":
+            array, result.kinds[name] = _as_array(leaf)
+            if array is not None:
                 result.arrays[name] = array
         tree: dict[str, Any] | None = None
         with contextlib.suppress(TypeError):  # a class, or keys that are not strings
@@ -86,31 +76,27 @@ def packed(args: Sequence[Any]) -> Packed:
     return result
 
 
-def write_step_file(path: Path, about: dict[str, Any], arguments: Packed) -> None:
-    """Writes a file and flushes it to the disk; arrays are read from the device one by one."""
-    with path.open("wb") as file:
-        with zipfile.ZipFile(file, "w") as archive:
-            for name, array in arguments.arrays.items():
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, _in_numpy(array), allow_pickle=False)
-            described = {"leaves": arguments.kinds, "args": arguments.args}
-            archive.writestr(
-                DESCRIPTION, json.dumps({"gainstage step": STEP_FORMAT, **about, **described})
-            )
-        file.flush()
-        os.fsync(file.fileno())
+def step_file_beside(
+    path: Path, about: dict[str, Any], arguments: Packed
+) -> contextlib.AbstractContextManager[Path]:
+    """Writes a file beside its place, which the block moves there."""
+    arrays = {
+        name: np.asarray(jax.random.key_data(x) if _is_key_array(x) else x)
+        for name, x in arguments.arrays.items()
+    }
+    described = {"leaves": arguments.kinds, "args": arguments.args}
+    return written_beside(path, arrays, {"gainstage step": STEP_FORMAT, **about, **described})
 
 
 def description(path: Path) -> dict[str, Any]:
-    """Returns the description without reading an array; raises as `read`."""
-    with _opened(path) as archive:
-        return _description(path, archive)
+    """Returns the description without reading an array; raises as `read_step_file`."""
+    return _opened(path).facts
 
 
 def needs_like(about: dict[str, Any]) -> bool:
     """Whether `like` is needed to read a step file, according to its description."""
-    kinds = (kind for kind, _ in about["leaves"].values())
-    return "other" in kinds or any(arg["tree"] is None for arg in about["args"])
+    others = (kind.startswith("other ") for kind in about["leaves"].values())
+    return any(others) or any(arg["tree"] is None for arg in about["args"])
 
 
 def read_step_file(
@@ -128,17 +114,17 @@ def read_step_file(
         ValueError: the file is damaged, incomplete, or something else; its 64-bit arrays need
             `jax_enable_x64`; a required template is missing, or differs.
     """
-    with _opened(path) as archive:
-        about = _description(path, archive)
-        if len(like) > len(about["args"]):
-            raise StepFileError(
-                f"Expected at most {len(about['args'])} arguments in {option}; got {len(like)}."
-            )
+    file = _opened(path)
+    about = file.facts
+    if len(like) > len(about["args"]):
+        raise StepFileError(
+            f"Expected at most {len(about['args'])} arguments in {option}; got {len(like)}."
+        )
+    with _explained(path):
         values: list[dict[str, Any]] = [{} for _ in about["args"]]
-        for name, (kind, dtype) in about["leaves"].items():
+        for name, kind in about["leaves"].items():
             number, _, path_in_it = name.partition("/")
-            array = None if kind == "other" else _read_array(path, archive, name)
-            values[int(number)][path_in_it] = _restored(array, kind, dtype)
+            values[int(number)][path_in_it] = _restored(file, name, kind)
         pairs = enumerate(zip(about["args"], values, strict=True))
         return about, tuple(
             _filled(n, values_of_argument, like[n], option)
@@ -148,44 +134,23 @@ def read_step_file(
         )
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
-    """The archive; what is wrong with it, or with what is read from it, is a `StepFileError`."""
-    with path.open("rb") as file:
-        start = file.read(4)
-        if start != b"PK\x03\x04":
-            begins = f"{start.decode(errors='replace')!r} at its beginning"
-            what = begins if start else "an empty file"
-            run = f" If it is a recorded run, write: gainstage report {path}"
-            run *= start.startswith(b"{")
-            raise StepFileError(f"Expected a step file at {path}; got {what}. {WRITER}.{run}")
-        try:
-            with zipfile.ZipFile(file) as archive:
-                yield archive
-        except StepFileError:
-            raise
-        except _DAMAGE as error:
-            raise StepFileError(
-                f"Expected a complete step file at {path}; got one that is cut short or damaged "
-                f"({error}). A run leaves only complete ones: copy the file again."
-            ) from error
+def _opened(path: Path) -> TensorFile:
+    """The file, whose description is one of a step.
 
-
-def _description(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
-    names = archive.namelist()
-    compressed = [m.filename for m in archive.infolist() if m.compress_type != zipfile.ZIP_STORED]
-    if DESCRIPTION in names and compressed:  # a small file could fill the memory
+    Raises:
+        StepFileError: it is no such file, or was damaged.
+    """
+    try:
+        file = TensorFile(path, STEP_WRITER)
+    except ValueError as error:
+        with path.open("rb") as opened:
+            is_record = opened.read(1) == b"{"
+        run = f" If it is a recorded run, write: gainstage report {path}" * is_record
+        raise StepFileError(f"{error}{run}") from error
+    about = file.facts
+    if "gainstage step" not in about:
         raise StepFileError(
-            f"Expected a step file without compression at {path}; got one with a compressed "
-            f"{compressed[0]!r}. Copy the file that the run wrote."
-        )
-    total = sum(member.file_size for member in archive.infolist())
-    if total > path.stat().st_size:  # entries that overlap could fill the memory
-        raise ValueError(f"its entries have {total} bytes together, which are more than the file")
-    about = json.loads(archive.read(DESCRIPTION)) if DESCRIPTION in names else {}
-    if not isinstance(about, dict) or "gainstage step" not in about:
-        raise StepFileError(
-            f"Expected a step file at {path}; got an archive of {names[:5]}. {WRITER}."
+            f"Expected a file that {STEP_WRITER} has written; got {str(path)!r}, which has no step."
         )
     form = about["gainstage step"]
     if type(form) is not int or form != STEP_FORMAT:
@@ -193,27 +158,34 @@ def _description(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
             f"Expected a step file of format {STEP_FORMAT} at {path}; got format {form!r}. Read "
             f"it with the gainstage that wrote it, {about.get('versions')}."
         )
-    for name, kind in (("versions", str), ("settings", object)):
-        values = about.get(name)
-        if not (isinstance(values, dict) and all(isinstance(v, kind) for v in values.values())):
-            raise ValueError(f"{values!r} for {name!r}")
-    checks.integer("step", about["step"], low=0, high=2**53)
-    checks.real("scale", about["scale"], above=0)
-    if not isinstance(about["finite"], bool):
-        raise TypeError(f"finite is {about['finite']!r}")
-    return about
+    with _explained(path):
+        for name, kind in (("versions", str), ("settings", object)):
+            values = about.get(name)
+            if not (isinstance(values, dict) and all(isinstance(v, kind) for v in values.values())):
+                raise ValueError(f"{values!r} for {name!r}")
+        checks.integer("step", about["step"], low=0, high=2**53)
+        checks.real("scale", about["scale"], above=0)
+        if not isinstance(about["finite"], bool):
+            raise TypeError(f"finite is {about['finite']!r}")
+        if not all(isinstance(kind, str) for kind in about["leaves"].values()):
+            raise TypeError("a leaf without a kind")
+        if not all("tree" in arg and isinstance(arg["type"], str) for arg in about["args"]):
+            raise TypeError("an argument without a class or structure")
+    return file
 
 
-def _read_array(path: Path, archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """One array; its size is checked before memory is taken, and its checksum with the reading."""
-    member = archive.getinfo(f"{name}.npy")
-    with archive.open(member) as file:
-        np.lib.format.read_magic(file)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        expected = file.tell() + math.prod(shape) * dtype.itemsize
-    if not member.file_size == expected <= path.stat().st_size:
-        raise ValueError(f"{member.filename} has {member.file_size} bytes, not {expected}")
-    return np.lib.format.read_array(io.BytesIO(archive.read(member)), allow_pickle=False)
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Says which file it is that holds something impossible."""
+    try:
+        yield
+    except StepFileError:
+        raise
+    except _DAMAGE as error:
+        raise StepFileError(
+            f"Expected a step file as {STEP_WRITER} writes it at {path}; got one that was changed "
+            f"or damaged ({error}). Copy the file of the run again."
+        ) from error
 
 
 def _rebuilt(number: int, arg: dict[str, Any], values: dict[str, Any], option: str) -> PyTree:
@@ -323,10 +295,14 @@ def _is_missing(value: Any) -> bool:
     return isinstance(value, _Missing)
 
 
+def _is_key_array(x: Any) -> bool:
+    return isinstance(x, jax.Array) and is_key(x)
+
+
 def _as_array(leaf: Any) -> tuple[Any, str]:
-    """A leaf as an array, and what it was; `_Missing` if it is none."""
+    """A leaf as an array, None if it is none, and what it was."""
     if isinstance(leaf, jax.Array):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_key(leaf):
             return leaf, f"key {jax.random.key_impl(leaf)}"
         return leaf, "weak" if leaf.weak_type else "jax"
     kinds = {np.ndarray: "numpy", np.generic: "scalar"}
@@ -334,29 +310,19 @@ def _as_array(leaf: Any) -> tuple[Any, str]:
     kind = next((name for of, name in kinds.items() if isinstance(leaf, of)), None)
     array = None if kind is None else np.asarray(leaf)
     if array is None or array.dtype.hasobject or array.dtype.fields:  # would be pickled
-        return _Missing(type(leaf).__qualname__), "other"
+        return None, f"other {type(leaf).__qualname__}"
     return array, str(kind)
 
 
-def _in_numpy(array: Any) -> np.ndarray:
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
-    array = np.asarray(array)
-    return array.view(f"u{array.itemsize}") if array.dtype.isbuiltin == 2 else array
-
-
-def _restored(array: np.ndarray | None, kind: str, dtype: str) -> Any:
+def _restored(file: TensorFile, name: str, kind: str) -> Any:
     """A leaf as it was."""
-    if array is None:
-        return _Missing(dtype)
+    if kind.startswith("other "):
+        return _Missing(kind.removeprefix("other "))
+    array = file.read(name)
     if kind.startswith("key "):
         return jax.random.wrap_key_data(jnp.asarray(array), impl=kind.removeprefix("key "))
-    if str(array.dtype) != dtype:
-        if not _SMALL.fullmatch(dtype):
-            raise ValueError(f"{dtype!r} in the place of a dtype")
-        array = array.view(jnp.dtype(dtype))
     if kind in ("python", "scalar", "numpy"):
-        return array.item() if kind == "python" else array if kind == "numpy" else array[()]
+        return array.item() if kind == "python" else array.copy() if kind == "numpy" else array[()]
     if kind not in ("jax", "weak"):
         raise ValueError(f"{kind!r} in the place of a kind of array")
     if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:

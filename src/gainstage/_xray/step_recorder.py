@@ -1,9 +1,9 @@
 """Files from which a bad step can be repeated, and what writes them during a run."""
 
-import contextlib
 import itertools
 import math
 import platform
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +16,7 @@ import gainstage
 from gainstage._base import checks
 from gainstage._base.importing import check_not_importing
 from gainstage._base.signals import deferred_signals
+from gainstage._base.tensor_file import flush_folder
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage._variables.types import PyTree
 from gainstage._xray import step_file
@@ -56,7 +57,8 @@ class StepRecorder:
     such step after `healthy` finite ones in a row. Of ten bad steps in a row it saves the tenth, if
     it saved none of the nine. It saves a step too whose audit is past a bound. The first file of a
     run is never lost, because it tells most: once `keep` newer ones replace it, it is
-    "bad.first.npz". `gainstage xray`, or `gainstage.xray`, then finds the cause in another process.
+    "bad.first.safetensors". `gainstage xray`, or `gainstage.xray`, then finds the cause in another
+    process.
 
     A skipped step returns the parameters unchanged, bit for bit. So they are the parameters of its
     loss, even if the step donates its arguments. If a step of your own also changes other state on
@@ -73,10 +75,10 @@ class StepRecorder:
     warns once and tries the next bad step. With several processes, only the first writes.
 
     Args:
-        path: the latest step file, such as "bad.npz"; an existing one is replaced.
+        path: the latest step file, such as "bad.safetensors"; an existing one is replaced.
             A run that is resumed is another run: name its file after its first step.
         keep: the number of latest step files to keep beside the first, >= 1. Older ones are
-            "bad.1.npz", "bad.2.npz".
+            "bad.1.safetensors", "bad.2.safetensors".
         healthy: finite steps in a row after which the next bad step is saved, >= 1.
         max_bytes: the largest size of the arguments, by default 2 GiB. If they are larger, a
             warning at the first step names their size.
@@ -92,7 +94,7 @@ class StepRecorder:
         >>> import jax.numpy as jnp, optax
         >>> state = gs.TrainState.create(jnp.float32(1.0), optax.sgd(0.1), telemetry=True)
         >>> step = gs.train_step(lambda w, x: (w * x) ** 2)
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "bad.npz"
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "bad.safetensors"
         >>> recorder = gs.diagnostics.StepRecorder(path)
         >>> for n, x in enumerate([1.0, 1e30]):
         ...     state, loss = step(state, x)
@@ -113,7 +115,6 @@ class StepRecorder:
         max_bytes: int = 2 * 1024**3,
     ):
         self._path = Path(path)
-        self._part = self._path.with_name(f"{self._path.name}.part")
         self._keep = checks.integer("keep", keep, low=1)
         self._healthy = checks.integer("healthy", healthy, low=1)
         self._max_bytes = checks.integer("max_bytes", max_bytes, low=1, high=2**62)
@@ -128,8 +129,8 @@ class StepRecorder:
         if self._writes:
             if self._path.exists():
                 step_file.description(self._path)  # raises if it is something else
-            self._part.touch()
-            self._part.unlink()
+            with tempfile.TemporaryFile(dir=self._path.parent):  # raises if nothing can be written
+                pass
 
     def write(
         self, step: int, info: StepInfo, *args: PyTree, audit: AuditResult | None = None
@@ -202,24 +203,22 @@ class StepRecorder:
         of_step = {"step": step, "scale": float(info.loss_scale), "finite": bool(info.finite)}
         about = {**of_step, "versions": versions(), "settings": settings()}
         try:
-            step_file.write_step_file(self._part, about, self._packed(args))
-            with deferred_signals():
+            beside = step_file.step_file_beside(self._path, about, self._packed(args))
+            with beside as part, deferred_signals():
                 paths = [self._path, *(self._named(n) for n in range(1, self._keep))]
                 if self._count == self._keep:  # the oldest is the first
                     paths.append(self._named("first"))
                 for newer, older in reversed([*itertools.pairwise(paths)]):
                     if newer.exists():
                         newer.replace(older)
-                self._part.replace(self._path)
+                part.replace(self._path)
+                flush_folder(self._path.parent)
                 self._count += 1
                 self._warned = False
                 return True
         except (OSError, MemoryError, ValueError) as error:
             self._warn(f"Step {step} could not be kept: {error}")
             return False
-        finally:
-            with contextlib.suppress(OSError):
-                self._part.unlink(missing_ok=True)
 
     def _named(self, which: int | str) -> Path:
         return self._path.with_name(f"{self._path.stem}.{which}{self._path.suffix}")
@@ -249,8 +248,8 @@ def _checked(step: int, info: StepInfo) -> int:
 def read_step(path: str | Path, like: PyTree | Callable[[], PyTree] = None) -> BadStep:
     """Reads a step file of a run.
 
-    It is an `.npz` of numpy: `numpy.load(path)["0/w"]` is `w` of the first argument. All checksums
-    are verified. Nothing is unpickled, and no code of the run is imported.
+    It is a file of safetensors, in which the array `0/w` is `w` of the first argument. All
+    checksums are compared. Nothing is unpickled, and no code of the run is imported.
 
     Args:
         path: the file.
@@ -267,7 +266,7 @@ def read_step(path: str | Path, like: PyTree | Callable[[], PyTree] = None) -> B
     Examples:
         Look for the cause in a notebook:
 
-            bad = gs.diagnostics.read_step("bad.npz")
+            bad = gs.diagnostics.read_step("bad.safetensors")
             print(gs.xray(loss_fn, *bad.args, scale=bad.scale))
     """
     return bad_step(Path(path), template_of(like), "like")

@@ -4,7 +4,6 @@ import re
 import shlex
 import sys
 import warnings
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,11 +36,13 @@ def main(path: Path, output: Path, step_files: Mapping[str, StepFile] = NOTHING)
     """
     title = printable(path.name)
     try:
-        if zipfile.is_zipfile(path):
+        with path.open("rb") as file:
+            start = file.read(9)
+        if start[8:] == b"{" and start[:1] != b"{":  # as safetensors begins
             raise ValueError(
-                f"Expected a run that gainstage.diagnostics.JsonLines wrote in {path}; got an "
-                f"archive. If it is a step file, write: gainstage xray {shlex.quote(str(path))} "
-                f"--loss MODULE:LOSS_FN"
+                f"Expected a run that gainstage.diagnostics.JsonLines wrote in {path}; got a "
+                f"file of arrays. If it is a step file, write: gainstage xray "
+                f"{shlex.quote(str(path))} --loss MODULE:LOSS_FN"
             )
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")

@@ -37,7 +37,7 @@ WHY = {
 }
 RECORD = (
     "No skipped step is kept in a step file beside the recording. To keep the next one, create "
-    'recorder = gs.diagnostics.StepRecorder("bad.npz"), and after each step call '
+    'recorder = gs.diagnostics.StepRecorder("bad.safetensors"), and after each step call '
     "recorder.write(n, gs.diagnostics.telemetry(opt_state), params, batch)."
 )
 SHARES = {
