@@ -27,14 +27,14 @@ from gainstage.precision.float8_rule import Float8Decision, Sizes, decide, sizes
 from gainstage.precision.needs import Need, needs_of
 from gainstage.precision.plan import DTYPES, FLOAT8, RESULT, WIDE, Plan
 from gainstage.precision.policy import (
-    Width,
+    Level,
     default,
     half,
+    level_of,
     may_round,
     measured,
     multiplied,
     rounded_constant,
-    width,
 )
 from gainstage.transforms.retrace import (
     IS_KEPT,
@@ -422,38 +422,42 @@ class Caster:
         self._products += bool(call.floats) and is_product
         if planned == WIDE:
             return measured(call)
-        narrowed = self.narrowed_to(call, path)
-        if is_product and self.is_in_float8(call, path):
-            return self._in_float8(call)
-        if narrowed:
+        if is_product:
+            level = self.level(call, path)
+            return self._in_float8(call) if level is Level.FLOAT8 else multiplied(call, level)
+        if self._narrowed(call, planned) is not None:
             return half(call, is_planned=True)
-        if not is_product:
-            return default(call, self._casting.without)
-        return multiplied(call, self.width(call, path))
+        return default(call, self._casting.without)
 
-    def narrowed_to(self, call: Call, path: Path) -> str:
-        """The dtype of an operation that the plan has in half precision or float8; "" of others.
+    def _narrowed(self, call: Call, planned: str) -> Level | None:
+        """The level of an operation that the plan has in half precision or float8; None of others.
 
         Not all operations of a line may be: `tune` has not measured those that `may_round` leaves
         out, and a product may be too narrow for float8.
         """
-        planned = self._planned.get(path, "")
         if planned not in (*DTYPES, FLOAT8) or not may_round(call):
-            return ""
+            return None
         if planned == FLOAT8 and decide(call.eqn, call.values, ANY, only_linear=False) is FITS:
-            return FLOAT8
+            return Level.FLOAT8
         if self._card is not None:  # a row in half precision is what `mend` takes out of float8
-            return ""
-        return planned if planned in DTYPES else self._dtype.name
+            return None
+        return Level.BFLOAT16 if planned == "bfloat16" else Level.HALF
 
-    def width(self, call: Call, path: Path) -> Width:
-        """What of a product is in float32."""
-        if self.narrowed_to(call, path):
-            return Width.HALF
-        planned, own = self._planned.get(path), width(call, self._casting.without)
-        if planned == RESULT and own is Width.HALF:
-            return Width.RESULT
-        return Width.ALL if planned == WIDE else own
+    def level(self, call: Call, path: Path) -> Level:
+        """The level of a product: by the plan, by the policy, or as the card computes it faster."""
+        planned = self._planned.get(path, "")
+        narrowed = self._narrowed(call, planned)
+        if narrowed is not None:
+            return narrowed
+        own = level_of(call, self._casting.without)
+        if own is not Level.HALF or planned:
+            return max(own, {RESULT: Level.RESULT, WIDE: Level.FLOAT32}.get(planned, own))
+        if self._card is None or not all(map(is_float32, call.eqn.invars)):
+            return own
+        decision = decide(call.eqn, call.values, self._card)
+        if decision is Float8Decision.TOO_SMALL:
+            self._too_small.append(sizes_of(call.eqn, call.values))
+        return Level.FLOAT8 if decision is FITS else own
 
     def call(self, eqn: JaxprEqn, values: list[Retraced], path: Path) -> Call:
         """An operation with its half-precision dtype: that of the plan, or of its operands."""
@@ -464,19 +468,6 @@ class Caster:
             own = next((dtype for dtype in DTYPES.values() if dtype in found), dtype)
             dtype = DTYPES.get(self._planned.get(path, ""), own)
         return Call(eqn, values, dtype, self._needs.get(path, Need.NOTHING))
-
-    def is_in_float8(self, call: Call, path: Path) -> bool:
-        """Whether a product is in float8: by the plan, or as the card computes it faster."""
-        if self.narrowed_to(call, path) == FLOAT8:
-            return True
-        if self._card is None or path in self._planned or self.width(call, path) is not Width.HALF:
-            return False
-        if not all(map(is_float32, call.eqn.invars)):
-            return False
-        decision = decide(call.eqn, call.values, self._card)
-        if decision is Float8Decision.TOO_SMALL:
-            self._too_small.append(sizes_of(call.eqn, call.values))
-        return decision is FITS
 
     def _in_float8(self, call: Call) -> list[Retraced]:
         """A product in float8, whose result is in half precision."""

@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec
 from gainstage._programs.code_lines import CodeLine
 from gainstage._variables.sharding import replicated_like
 from gainstage.precision.autocast import INSTEAD
-from gainstage.precision.emulated import Collected, Emulated, Emulations, Level, Rounded
+from gainstage.precision.emulated import Collected, Emulated, Emulations, Rounded
 from gainstage.precision.noise_and_bias import Parts
 from gainstage.precision.plan import FLOAT8, RESULT, WIDE, Operation
+from gainstage.precision.policy import Level
 from gainstage.precision.samples import Samples, exact_products
 
 SKETCH = 2**12  # numbers to which a gradient is added up; its norms stay, to a few percent

@@ -13,7 +13,7 @@ from gainstage._programs.operations import PRODUCTS
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import Caster, autocast, plan_of, under_plan
 from gainstage.precision.cards import ANY, Card, known_card
-from gainstage.precision.emulated import Collected, Level, by_rules
+from gainstage.precision.emulated import Collected, by_rules
 from gainstage.precision.float8_rule import Float8Decision, decide
 from gainstage.precision.noise_and_bias import (
     MAX_BIAS,
@@ -24,7 +24,7 @@ from gainstage.precision.noise_and_bias import (
     error_of,
 )
 from gainstage.precision.plan import DTYPES, FLOAT8, WIDE, Operation, Plan
-from gainstage.precision.policy import may_round
+from gainstage.precision.policy import Level, may_round
 from gainstage.precision.program_costs import bytes_in_half
 from gainstage.precision.samples import MIN_BATCHES, Samples, largest_exponent, samples_of
 from gainstage.precision.shares import Emulation, Levels, chosen

@@ -13,9 +13,10 @@ from gainstage._base.progress_bar import counted
 from gainstage._base.warn import warn
 from gainstage._variables.types import PyTree, Scalar, Using
 from gainstage.precision.autocast import plan_of, under_plan
-from gainstage.precision.emulated import Collected, Level, by_rules
+from gainstage.precision.emulated import Collected, by_rules
 from gainstage.precision.noise_and_bias import Price
 from gainstage.precision.plan import Operation, Plan
+from gainstage.precision.policy import Level
 from gainstage.precision.program_costs import bytes_in_half
 from gainstage.precision.samples import Samples
 from gainstage.precision.shares import Emulation, Levels, Results, chosen
