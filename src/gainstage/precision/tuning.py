@@ -249,25 +249,20 @@ class _Tuner:
 
     def measure(self, tick: Callable[[], Any]) -> None:
         """Measures the shares."""
-        emulation, shared = self._emulation, range(self._shared)
+        emulation = self._emulation
         self._gradients = [results[1:] for results in self._samples.exact()]
         self._reference = self._reference_of(self._gradients)
-        sketched = [emulation.run(emulation.widest, 1.0, n) for n in range(len(self._samples))]
-        self._sketches = [results.gradients for results in sketched]
-        reference = self._reference and self._reference_of(self._sketches)
-        levels = emulation.narrowest
+        widest = (emulation.run(emulation.widest, 1.0, n) for n in range(len(self._samples)))
+        sketches = [results.gradients for results in widest]
+        reference = self._reference and self._reference_of(sketches)
+        levels = emulation.narrowest()
         if not self._is_finite(levels):  # at no loss scale: what overflows by itself is left out
-            for number, line in enumerate(emulation.lines):
-                alone = (emulation.at(number, level) for level in line.levels)
-                levels[number] = next(at[number] for at in alone if self._is_finite(at))
+            levels = emulation.narrowest(lambda *at: self._is_finite(emulation.at(*at)))
         self._scale = 2.0 ** largest_exponent(lambda n: self._is_finite(levels, 2.0**n))
-        exact = [emulation.run(emulation.widest, self._scale, n) for n in shared]
-        found = emulation.shares(exact, self._scale, tick)
         self._shares: dict[tuple[int, Level], Price] = {}
-        for key, each in found.items():
-            pairs = zip(each, exact, strict=True)
-            gradients = [share.plus(results).gradients for share, results in pairs]
-            self._shares[key] = _price_of(reference, gradients, self._sketches, shared)
+        for key, each in emulation.of_each_line(self._scale, self._shared, tick).items():
+            gradients = [results.gradients for results in each]
+            self._shares[key] = _price_of(reference, gradients, sketches, range(self._shared))
 
     def _is_finite(self, levels: Levels, scale: float = 1.0) -> bool:
         """Whether loss and gradients are finite on all batches at some levels."""
@@ -292,10 +287,9 @@ class _Tuner:
 
     def _verified(self, budget: _Budget, part: float) -> Plan:
         """Chooses by the shares, and measures the choice on the batches that they are not of."""
-        lines, first = self._emulation.lines, self._emulation.narrowest
-        for number, line in enumerate(lines):  # what overflows goes out first
-            finite = (at for at in line.levels if math.isfinite(self._share(number, at).error))
-            first[number] = next(finite, Level.FLOAT32)
+        # What overflows goes out first.
+        first = self._emulation.narrowest(lambda *at: math.isfinite(self._share(*at).error))
+        lines = self._emulation.lines
         levels = chosen(lines, first, lambda at: budget.used_by(self._predicted(at)), part)
         rows = [self._row(n, Level(level)) for n, level in enumerate(levels)]
         plan = Plan(self._dtype, rows)
