@@ -368,11 +368,11 @@ def measured_advice(
             return exact[number]
 
         rows = [
-            measured.row("float32", fun, samples.compiled(fun) if is_rounded else unrounded, 0),
-            *([measured.row(EXACT, fun, unrounded, 0)] if is_rounded else []),
-            measured.row("bfloat16", *_value_and_gradient(samples, cast("bfloat16")), 0),
-            measured.row("float16, unscaled", half, of_half, 0),
-            measured.row("float16", half, of_half, None),
+            measured.row("float32", fun, 0, None if is_rounded else unrounded),
+            *([measured.row(EXACT, fun, 0, unrounded)] if is_rounded else []),
+            measured.row("bfloat16", cast("bfloat16"), 0),
+            measured.row("float16, unscaled", half, 0, of_half),
+            measured.row("float16", half, None, of_half),
         ]
         need = measured.needs_scaling_from(of_half, rows[-1])
         eight = cast("float8")
@@ -380,7 +380,7 @@ def measured_advice(
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             has_float8 = rates.float8 and measured.has_float8(eight)
         if has_float8:
-            rows.append(measured.row("float8", *_value_and_gradient(samples, eight), None))
+            rows.append(measured.row("float8", eight, None))
         else:
             measured.skip_row()
         plan, more = measured.mended(cast, rows)
@@ -388,13 +388,6 @@ def measured_advice(
     is_asked = card is not None or jax.default_backend() != "cpu"
     cards = {} if is_asked else measured.on_cards(rows)
     return Advice(rows, need, rates, len(samples), reference.is_clear, cards, plan)
-
-
-def _value_and_gradient(
-    samples: Samples, fun: Callable[..., Any]
-) -> tuple[Callable[..., Any], GradientsOf]:
-    """A function, and its gradients."""
-    return fun, samples.compiled(fun)
 
 
 class _CostMeasurement:
@@ -413,10 +406,14 @@ class _CostMeasurement:
         self._products: dict[str, list[Product]] = {}  # by precision
 
     def row(
-        self, name: str, fun: Callable[..., Any], run: GradientsOf, exponent: int | None
+        self,
+        name: str,
+        fun: Callable[..., Any],
+        exponent: int | None,
+        run: GradientsOf | None = None,
     ) -> Cost:
         """What a precision costs, at the largest loss scale that fits if `exponent` is None."""
-        scaled = exponent is None
+        scaled, run = exponent is None, run or self._samples.compiled(fun)
         if exponent is None:
             exponent = largest_exponent(lambda e: is_finite(run(0, 2.0**e)), LAST_EXPONENT)
         measured: list[Any] = []
@@ -464,9 +461,7 @@ class _CostMeasurement:
             plan = mended_plan(self._samples.of(half))
             if plan.operations and plan.measured.fits(MAX_NOISE, MAX_BIAS):
                 exponent = None if row.exponent is not None else 0
-                fun = under_plan(half, plan)
-                run = self._samples.compiled(fun)
-                return plan, [self.row(f"{row.name}{MENDED}", fun, run, exponent)]
+                return plan, [self.row(f"{row.name}{MENDED}", under_plan(half, plan), exponent)]
         return None, []
 
     def _seconds(self, name: str, card: Card) -> float:

@@ -114,11 +114,11 @@ class Samples:
         return other
 
     def of_arrays(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the arrays in the arguments, `(those of the parameters, the others)`, that
-        returns the loss. Other leaves, as of Equinox's models, are not traced."""
+        """The loss of a function as one of lists of the arrays in its arguments. Other leaves, as
+        of Equinox's models, are not traced."""
 
-        def loss(own: Sequence[Any], others: Sequence[Any]) -> Any:
-            args = self.args([*own, *others])
+        def loss(*arrays: Sequence[Any]) -> Any:
+            args = self.args([*itertools.chain(*arrays)])
             return self.loss.parts(fun(*args), args)[0]
 
         return loss
@@ -141,11 +141,7 @@ class Samples:
 
     def trace(self) -> None:
         """Traces the loss on the first batch."""
-        jax.eval_shape(self._value, self.arrays[0])
-
-    def _value(self, arrays: Sequence[Any]) -> Any:
-        args = self.args(arrays)
-        return self.loss.parts(self.fun(*args), args)[0]
+        jax.eval_shape(self.of_arrays(self.fun), self.arrays[0])
 
     def compiled(self, fun: Callable[..., Any], *, is_exact: bool = False) -> GradientsOf:
         """A function `(number of a batch, loss scale) -> [loss, *gradients]`.
@@ -188,7 +184,7 @@ class Samples:
             )
         # Traced again: what `numpy.random` draws in a trace is a constant of the program.
         with exact_products(), IS_KEPT(True):
-            again = float(jax.jit(self._value)(self.arrays[0]))
+            again = float(jax.jit(self.of_arrays(self.fun))(self.arrays[0]))
         if abs(again - float(each[0][0])) > CALLS_ALIKE * max(abs(again), 1e-30):
             raise ValueError(
                 f"Expected the same loss from two calls with one batch; got {float(each[0][0])} "
