@@ -17,7 +17,7 @@ from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast, under_plan
 from gainstage.precision.cards import CARDS, H100, Card, known_card
 from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE, Price, Reference, percent
-from gainstage.precision.plan import DTYPES, FLOAT8, Plan
+from gainstage.precision.plan import DTYPES, FLOAT8, Plan, aligned
 from gainstage.precision.program_costs import Product, kept, products_of
 from gainstage.precision.samples import (
     EXPONENTS,
@@ -154,8 +154,8 @@ class Advice:
             f"No accelerator is here, so times are those of the {self.card}. On this CPU half "
             f"precision is not faster. On other cards:"
         )
-        cards = [of_cards, *_aligned(self._of_cards()), ""]
-        table = [*_aligned(self.table()), "", *(cards if self.cards else [])]
+        cards = [of_cards, *aligned(self._of_cards()), ""]
+        table = [*aligned(self.table()), "", *(cards if self.cards else [])]
         return "\n".join([*table, *self.notes(), "", f"Use {self.reason}", *code])
 
     def table(self) -> list[tuple[str, ...]]:
@@ -569,12 +569,6 @@ def _row_text(cost: Cost) -> tuple[str, ...]:
 
 def _time(cost: Cost) -> str:
     return f"{1e6 * cost.seconds:.3g} us" if math.isfinite(cost.seconds) else ""
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _bias(cost: Cost) -> str:
