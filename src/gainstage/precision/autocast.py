@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Never, Protocol, TypeAlias, overload
+from typing import Any, NamedTuple, Never, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -323,16 +323,9 @@ class Casting(NamedTuple):
         return Replay(caster.compute, caster.constant, caster.tell if is_told else lambda: None)
 
 
-class Instead(Protocol):
-    """What is done in the place of casting."""
-
-    def begin(self, casting: Casting, program: AnyJaxpr) -> Replay:
-        """How one program of a function under autocast is computed."""
-        ...
-
-
-# What is done instead of casting in a call, to measure it; and a plan whose rows are added to those
-# of each function under autocast. Compiled functions are traced for each.
+# What is done instead of casting in a call, to measure it, by its `begin(casting, program)`; and a
+# plan whose rows are added to those of each function under autocast. Compiled functions are traced
+# for each.
 INSTEAD: Any = jax.make_user_context(None)
 PLANNED: Any = jax.make_user_context(None)
 
