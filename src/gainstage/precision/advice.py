@@ -29,6 +29,7 @@ from gainstage.precision.samples import (
     samples_of,
 )
 from gainstage.precision.tuning import mended_plan
+from gainstage.transforms.value_and_grad import LossFunction
 
 __all__ = ["Advice", "Cost", "advise"]
 
@@ -318,31 +319,29 @@ def advise(
 
     Source: the noise of batches as in McCandlish et al., 2018, arXiv:1812.06162.
     """
-    return measured_advice(
-        fun, params, batches, card=card, progress=progress, has_aux=has_aux, using=using
-    )
+    loss = LossFunction(fun, has_aux, using)
+    return measured_advice(loss, params, batches, card=card, progress=progress)
 
 
 def measured_advice(
-    fun: Callable[..., Any],
+    loss: LossFunction,
     params: PyTree,
     batches: Sequence[Any],
     *,
     card: str | None,
     progress: bool,
-    has_aux: bool = False,
-    using: Using | None = None,
     code: Code = code_of_loop,
     cast: Callable[[str], Callable[..., Any]] | None = None,
 ) -> Advice:
     """What `advise` returns, with lines of code for any kind of training.
 
     Args:
-        fun, params, batches, card, progress, has_aux, using: as for `advise`.
+        loss: the function, and how it is differentiated.
+        params, batches, card, progress: as for `advise`.
         code: makes the lines.
         cast: returns the function under autocast in a precision, by default `autocast` of it.
     """
-    cast = functools.partial(autocast, fun) if cast is None else cast
+    fun, cast = loss.fun, cast or functools.partial(autocast, loss.fun)
     rates = known_card(card)
     small = next((x for x in partition(params)[0] if is_half(x)), None)
     if small is not None:
@@ -350,7 +349,7 @@ def measured_advice(
             f"Expected float32 parameters; got {small.dtype}[{', '.join(map(str, small.shape))}]. "
             f"What is already rounded costs nothing more in a smaller dtype."
         )
-    samples = samples_of(fun, params, batches, has_aux, using)
+    samples = samples_of(loss, params, batches)
     start = time.perf_counter()
     exact = samples.exact()
     reference = Reference([results[1:] for results in exact])

@@ -14,7 +14,7 @@ import numpy as np
 from gainstage._base import checks
 from gainstage._base.arrays import Static, joined, partition
 from gainstage._scaling import gradients
-from gainstage._variables.types import PyTree, Using
+from gainstage._variables.types import PyTree
 from gainstage.precision.autocast import plan_of
 from gainstage.transforms.retrace import IS_KEPT
 from gainstage.transforms.value_and_grad import LossFunction
@@ -29,26 +29,24 @@ GradientsOf = Callable[[int, float], list[np.ndarray]]
 
 
 def samples_of(
-    fun: Callable[..., Any],
+    loss: LossFunction,
     params: PyTree,
     batches: Sequence[Any],
-    has_aux: bool,
-    using: Using | None,
     fewest: int = MIN_BATCHES,
 ) -> "Samples":
     """A float32 function on some batches.
 
     Args:
-        fun: a function `(params, *batch)` that returns a scalar loss, or (loss, aux).
+        loss: a function `(params, *batch)`, and how it is differentiated.
         params: its first argument, a pytree or a model.
-        batches: a list of batches, each the tuple of what `fun` takes after the parameters.
-        has_aux, using: as for `gainstage.value_and_grad`.
+        batches: a list of batches, each the tuple of what it takes after the parameters.
         fewest: the number of batches that is needed.
 
     Raises:
-        TypeError, ValueError: `fun` is under autocast, there are too few batches, they are not what
-            `fun` takes, or they differ in structure or shapes.
+        TypeError, ValueError: it is under autocast, there are too few batches, they are not what it
+            takes, or they differ in structure or shapes.
     """
+    fun = loss.fun
     if not callable(fun):
         raise TypeError(f"Expected a function for fun; got {checks.brief(fun)}.")
     if plan_of(fun) is not None:
@@ -72,7 +70,6 @@ def samples_of(
             f"between batches, and bias is what does not: one batch shows neither."
         )
     _check_batches(fun, params, batches)
-    loss = LossFunction(fun, has_aux, using)
     return Samples(loss, [(params, *batch) for batch in batches])
 
 

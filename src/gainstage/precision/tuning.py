@@ -29,6 +29,7 @@ from gainstage.precision.program_costs import bytes_in_half
 from gainstage.precision.samples import MIN_BATCHES, Samples, largest_exponent, samples_of
 from gainstage.precision.shares import Emulation, Levels, chosen
 from gainstage.transforms.retrace import Retraced
+from gainstage.transforms.value_and_grad import LossFunction
 
 __all__ = ["tune"]
 
@@ -104,14 +105,14 @@ def tune(
         raise ValueError(f"Expected one of {sorted([*DTYPES, FLOAT8])} for dtype; got {dtype!r}.")
     cast = autocast(fun, "float16" if dtype == FLOAT8 else dtype) if callable(fun) else fun
     return measured_plan(
-        fun, cast, params, batches,
+        LossFunction(fun, has_aux, using), cast, params, batches,
         dtype=dtype, max_noise=max_noise, max_bias=max_bias, max_error=max_error,
-        card=card, has_aux=has_aux, using=using, progress=progress,
+        card=card, progress=progress,
     )  # fmt: skip
 
 
 def measured_plan(
-    fun: Callable[..., Any],
+    loss: LossFunction,
     cast: Callable[..., Any],
     params: PyTree,
     batches: Sequence[Any],
@@ -121,21 +122,18 @@ def measured_plan(
     max_bias: float,
     max_error: float | None,
     card: str | None,
-    has_aux: bool = False,
-    using: Using | None = None,
     progress: bool = True,
 ) -> Plan:
     """What `tune` returns, of a function in which autocast is called anywhere.
 
     Args:
-        fun: the function before autocast.
-        cast: the same with autocast.
-        params, batches, dtype, max_noise, max_bias, max_error, card, has_aux, using, progress: as
-            for `tune`.
+        loss: the function before autocast, and how it is differentiated.
+        cast: the same function with autocast.
+        params, batches, dtype, max_noise, max_bias, max_error, card, progress: as for `tune`.
     """
     budget = _budget(max_noise, max_bias, max_error)
     fewest = MIN_BATCHES if max_error is None else 1
-    samples = samples_of(fun, params, batches, has_aux, using, fewest).of(cast)
+    samples = samples_of(loss, params, batches, fewest).of(cast)
     own = ANY if card is None else known_card(card)
     levels_of = _Levels(
         own if dtype == FLOAT8 else None,
