@@ -1,13 +1,12 @@
 """Which products are in float8: those that are large enough for a card to gain by it."""
 
 import enum
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from gainstage._base._jax import JaxprEqn, batch_size
-from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import is_float32
+from gainstage._programs.patterns import sides
 from gainstage.precision.cards import Card
 from gainstage.transforms.retrace import Kind, Retraced
 
@@ -74,18 +73,13 @@ def sizes_of(eqn: JaxprEqn, values: Sequence[Retraced]) -> Sizes:
     """The sizes of a `dot_general` without batch axes: rows of the activation, columns of the
     parameter, on whichever side that is. The examples of `jax.vmap` are rows, unless both operands
     have them: each example is then a product of its own."""
-    over = eqn.params["dimension_numbers"][0]
-    shapes = [jaxprs.array(variable).shape for variable in eqn.invars]
-    summed = math.prod(shapes[0][axis] for axis in over[0])
-    examples = [batch_size(value.x) for value in values]
-    together = min(examples) == 1
-    sides = [
-        math.prod(shape) // max(summed, 1) * (size if together else 1)
-        for shape, size in zip(shapes, examples, strict=True)
-    ]
+    found, (left, right) = sides(eqn), (batch_size(value.x) for value in values)
+    assert found is not None
+    rows, summed, columns = found
+    if min(left, right) == 1:
+        rows, columns = rows * left, columns * right
     is_left = values[0].kind is Kind.FREE and values[1].kind is not Kind.FREE
-    rows, columns = reversed(sides) if is_left else sides
-    return Sizes(rows, summed, columns)
+    return Sizes(columns, summed, rows) if is_left else Sizes(rows, summed, columns)
 
 
 def pays(sizes: Sizes, card: Card) -> bool:
