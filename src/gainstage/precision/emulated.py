@@ -168,12 +168,13 @@ class Emulated:
                 y = half(x, Level.FLOAT8, Level.HALF, Level.BFLOAT16, Level.RESULT)
                 return _as_float8(x, y, is_at[Level.FLOAT8]) if Level.FLOAT8 in is_at else y
 
-            xs = [operand(v.x, var) for v, var in zip(values, eqn.invars, strict=True)]
+            pairs = zip(values, eqn.invars, strict=True)
+            computed = as_written(eqn, [Retraced(operand(v.x, var)) for v, var in pairs])
             results = []
-            for value, var in zip(_computed(eqn, xs), eqn.outvars, strict=True):
-                y = value
+            for value, var in zip(computed, eqn.outvars, strict=True):
+                y = value.x
                 if is_float32(var):
-                    y = half(value, Level.FLOAT8, Level.HALF, Level.BFLOAT16)
+                    y = half(y, Level.FLOAT8, Level.HALF, Level.BFLOAT16)
                 if Level.FLOAT8 in is_at:
                     y = _cotangent8(y, is_at[Level.FLOAT8])
                 results.append(Retraced(y))
@@ -194,13 +195,6 @@ class Emulated:
         size = lax.stop_gradient(jnp.abs(x))
         is_large = (size > float(jnp.finfo(dtype).max) / self._room) & jnp.isfinite(size)
         return jnp.where(is_large, jnp.inf, small)
-
-
-def _computed(eqn: JaxprEqn, xs: list[ArrayLike]) -> list[Any]:
-    """The results of an operation in float32."""
-    if jaxprs.is_kernel(eqn):
-        return [value.x for value in as_written(eqn, list(map(Retraced, xs)))]
-    return jaxprs.bind(eqn, xs)
 
 
 def _as_float8(x: ArrayLike, half: Any, is_small: jax.Array) -> jax.Array:
