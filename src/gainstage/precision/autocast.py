@@ -23,7 +23,7 @@ from gainstage._variables.types import P, R
 from gainstage.precision.calls import Call
 from gainstage.precision.cards import ANY, H100, Card
 from gainstage.precision.float8_product import ProductSpec, multiply, to_operand
-from gainstage.precision.float8_rule import Float8Decision, Sizes, decide, sizes_of
+from gainstage.precision.float8_rule import Sizes, float8_sizes, pays
 from gainstage.precision.needs import Need, needs_of
 from gainstage.precision.plan import DTYPES, FLOAT8, RESULT, WIDE, Plan
 from gainstage.precision.policy import (
@@ -51,7 +51,6 @@ Precision: TypeAlias = str | Plan | DTypeLike
 
 __all__ = ["autocast", "keep_float32"]
 
-FITS = Float8Decision.FLOAT8
 # Other names of dtypes, which people know from elsewhere.
 _ALIASES = {
     "fp16": "float16", "f16": "float16", "half": "float16",
@@ -430,7 +429,7 @@ class Caster:
         """
         if planned not in (*DTYPES, FLOAT8) or not may_round(call):
             return None
-        if planned == FLOAT8 and decide(call.eqn, call.values, ANY, only_linear=False) is FITS:
+        if planned == FLOAT8 and float8_sizes(call.eqn, call.values, only_linear=False):
             return Level.FLOAT8
         if self._card is not None:  # a row in half precision is what `mend` takes out of float8
             return None
@@ -445,12 +444,13 @@ class Caster:
         own = level_of(call, self._casting.without)
         if own is not Level.HALF or planned:
             return max(own, {RESULT: Level.RESULT, WIDE: Level.FLOAT32}.get(planned, own))
-        if self._card is None or not all(map(is_float32, call.eqn.invars)):
+        sizes = float8_sizes(call.eqn, call.values)
+        if self._card is None or sizes is None:
             return own
-        decision = decide(call.eqn, call.values, self._card)
-        if decision is Float8Decision.TOO_SMALL:
-            self._too_small.append(sizes_of(call.eqn, call.values))
-        return Level.FLOAT8 if decision is FITS else own
+        if pays(sizes, self._card):
+            return Level.FLOAT8
+        self._too_small.append(sizes)
+        return own
 
     def call(self, eqn: JaxprEqn, values: list[Retraced], path: Path) -> Call:
         """An operation with its half-precision dtype: that of the plan, or of its operands."""

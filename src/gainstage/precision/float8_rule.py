@@ -1,6 +1,5 @@
 """Which products are in float8: those that are large enough for a card to gain by it."""
 
-import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,51 +34,35 @@ class Sizes(NamedTuple):
         return f"[{self.rows}, {self.summed}] x [{self.summed}, {self.columns}]"
 
 
-class Float8Decision(enum.Enum):
-    """Whether a product is in float8, and why not."""
-
-    HALF = enum.auto()  # it cannot be in float8
-    TOO_SMALL = enum.auto()  # it could be, but the card gains nothing
-    FLOAT8 = enum.auto()
-
-
-def decide(
-    eqn: JaxprEqn, values: Sequence[Retraced], card: Card, *, only_linear: bool = True
-) -> Float8Decision:
-    """Decides whether an operation that may be in half precision is a product in float8.
+def float8_sizes(
+    eqn: JaxprEqn, values: Sequence[Retraced], *, only_linear: bool = True
+) -> Sizes | None:
+    """The sizes of an operation that may be in half precision, if it may be in float8 too.
 
     It is a `dot_general` without batch axes, with enough rows, columns and summed elements for the
-    hardware, that the card computes faster in float8.
+    hardware. Rows are those of the activation, and columns those of the parameter, on whichever
+    side that is. The examples of `jax.vmap` are rows, unless both operands have them: each example
+    is then a product of its own.
 
     Args:
         eqn: an operation.
         values: its operands.
-        card: where it is computed.
         only_linear: whether it must be a linear layer: a parameter times an activation. A plan has
             measured what the others cost.
     """
-    if eqn.primitive.name != "dot_general" or any(eqn.params["dimension_numbers"][1]):
-        return Float8Decision.HALF
-    if not all(map(is_float32, eqn.invars)):
-        return Float8Decision.HALF
-    is_linear = sum(value.kind is Kind.FREE for value in values) == 1
-    sizes = sizes_of(eqn, values)
-    if min(sizes) < NARROWEST or (only_linear and not is_linear):
-        return Float8Decision.HALF
-    return Float8Decision.FLOAT8 if pays(sizes, card) else Float8Decision.TOO_SMALL
-
-
-def sizes_of(eqn: JaxprEqn, values: Sequence[Retraced]) -> Sizes:
-    """The sizes of a `dot_general` without batch axes: rows of the activation, columns of the
-    parameter, on whichever side that is. The examples of `jax.vmap` are rows, unless both operands
-    have them: each example is then a product of its own."""
-    found, (left, right) = sides(eqn), (batch_size(value.x) for value in values)
-    assert found is not None
+    found = sides(eqn)
+    if found is None or any(eqn.params["dimension_numbers"][1]):
+        return None
     rows, summed, columns = found
+    left, right = (batch_size(value.x) for value in values)
     if min(left, right) == 1:
         rows, columns = rows * left, columns * right
-    is_left = values[0].kind is Kind.FREE and values[1].kind is not Kind.FREE
-    return Sizes(columns, summed, rows) if is_left else Sizes(rows, summed, columns)
+    are_free = [value.kind is Kind.FREE for value in values]
+    if are_free == [True, False]:
+        rows, columns = columns, rows
+    is_chosen = sum(are_free) == 1 or not only_linear
+    fits = is_chosen and min(rows, summed, columns) >= NARROWEST
+    return Sizes(rows, summed, columns) if fits and all(map(is_float32, eqn.invars)) else None
 
 
 def pays(sizes: Sizes, card: Card) -> bool:

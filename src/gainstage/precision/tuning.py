@@ -14,7 +14,7 @@ from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import Caster, autocast, plan_of, under_plan
 from gainstage.precision.cards import ANY, Card, known_card
 from gainstage.precision.emulated import Collected, by_rules
-from gainstage.precision.float8_rule import Float8Decision, decide
+from gainstage.precision.float8_rule import float8_sizes, pays
 from gainstage.precision.noise_and_bias import (
     MAX_BIAS,
     MAX_NOISE,
@@ -221,9 +221,8 @@ class _Levels(NamedTuple):
             return (), True
         if eqn.primitive.name not in PRODUCTS:
             return (Level.HALF,), True
-        gains = self.card is not None and (
-            decide(eqn, values, self.card, only_linear=False) is Float8Decision.FLOAT8
-        )
+        sizes = float8_sizes(eqn, values, only_linear=False)
+        gains = self.card is not None and sizes is not None and pays(sizes, self.card)
         levels = (Level.FLOAT8,) * gains + (Level.HALF,)
         return (*levels, *(Level.BFLOAT16,) * self.has_bfloat16, Level.RESULT), True
 
