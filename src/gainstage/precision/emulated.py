@@ -20,6 +20,7 @@ from gainstage._programs.in_dtype import is_float32
 from gainstage._programs.jaxprs import AnyJaxpr, Path
 from gainstage._programs.operations import PRODUCTS
 from gainstage.precision.autocast import Caster, Casting
+from gainstage.precision.calls import Call
 from gainstage.precision.float8_product import E5M2, rounded, to_operand
 from gainstage.precision.plan import DTYPES
 from gainstage.precision.policy import Level
@@ -65,11 +66,9 @@ class Rounded(NamedTuple):
 Emulations = dict[tuple[Path, str], Rounded]  # by path, and by the key of their line
 
 
-# `(caster, equation, operands, results, path) -> levels below float32, the narrowest first, and
-# whether operands are rounded` of an operation.
-LevelsOf = Callable[
-    [Caster, JaxprEqn, list[Retraced], Sequence[Retraced], Path], tuple[tuple[Level, ...], bool]
-]
+# `(caster, operation, results, path) -> levels below float32, the narrowest first, and whether
+# operands are rounded`.
+LevelsOf = Callable[[Caster, Call, Sequence[Retraced], Path], tuple[tuple[Level, ...], bool]]
 
 
 class Collected:
@@ -96,7 +95,8 @@ class Collected:
 
         def compute(eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
             results = caster.compute(eqn, values, path)
-            levels, operands = self._levels_of(caster, eqn, values, results, path)
+            call = caster.call(eqn, values, path)
+            levels, operands = self._levels_of(caster, call, results, path)
             if levels:
                 line = lines[path]
                 self.places[path, line.key] = Rounded(line, levels, operands, eqn, times[path])
@@ -106,21 +106,16 @@ class Collected:
 
 
 def by_rules(
-    caster: Caster,
-    eqn: JaxprEqn,
-    values: list[Retraced],
-    results: Sequence[Retraced],
-    path: Path,
+    caster: Caster, call: Call, results: Sequence[Retraced], path: Path
 ) -> tuple[tuple[Level, ...], bool]:
     """The levels of an operation from the one at which autocast has it."""
-    halves, call = DTYPES.values(), caster.call(eqn, values, path)
-    if eqn.primitive.name in PRODUCTS:
+    if call.name in PRODUCTS:
         own = caster.level(call, path)
         wider = (Level.HALF,) * (own is Level.FLOAT8) + (Level.RESULT,) * (own < Level.RESULT)
         return (own, *wider) if own < Level.FLOAT32 else (), True
-    pairs = zip(results, eqn.outvars, strict=True)
+    pairs, halves = zip(results, call.eqn.outvars, strict=True), DTYPES.values()
     is_half = any(is_float32(v) and getattr(r.x, "dtype", None) in halves for r, v in pairs)
-    of_wide = eqn.primitive.name in BOUNDED and not any(call.held)
+    of_wide = call.name in BOUNDED and not any(call.held)
     return (Level.HALF,) * is_half, not of_wide
 
 

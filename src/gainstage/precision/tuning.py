@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gainstage._base import checks
-from gainstage._base._jax import JaxprEqn
 from gainstage._base.progress_bar import counted
 from gainstage._base.warn import warn
 from gainstage._programs.jaxprs import Path
 from gainstage._programs.operations import PRODUCTS
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import Caster, autocast, plan_of, under_plan
+from gainstage.precision.calls import Call
 from gainstage.precision.cards import ANY, Card, known_card
 from gainstage.precision.emulated import Collected, by_rules
 from gainstage.precision.float8_rule import float8_sizes, pays
@@ -209,19 +209,14 @@ class _Levels(NamedTuple):
     has_bfloat16: bool
 
     def of(
-        self,
-        caster: Caster,
-        eqn: JaxprEqn,
-        values: list[Retraced],
-        results: Sequence[Retraced],
-        path: Path,
+        self, caster: Caster, call: Call, results: Sequence[Retraced], path: Path
     ) -> tuple[tuple[Level, ...], bool]:
         """The levels of an operation, and that its operands are rounded."""
-        if not may_round(caster.call(eqn, values, path)):
+        if not may_round(call):
             return (), True
-        if eqn.primitive.name not in PRODUCTS:
+        if call.name not in PRODUCTS:
             return (Level.HALF,), True
-        sizes = float8_sizes(eqn, values, only_linear=False)
+        sizes = float8_sizes(call.eqn, call.values, only_linear=False)
         gains = self.card is not None and sizes is not None and pays(sizes, self.card)
         levels = (Level.FLOAT8,) * gains + (Level.HALF,)
         return (*levels, *(Level.BFLOAT16,) * self.has_bfloat16, Level.RESULT), True
