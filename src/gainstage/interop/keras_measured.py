@@ -23,6 +23,7 @@ from gainstage.precision.autocast import keep_float32, plan_for
 from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE
 from gainstage.precision.plan import FLOAT8, Plan
 from gainstage.precision.tuning import measured_plan
+from gainstage.transforms.value_and_grad import LossFunction
 
 TAKEN = 4  # batches of a dataset
 
@@ -88,8 +89,9 @@ def advise(
 
     with seen_as(model, _MeasuredModel):
         return measured_advice(
-            loss_fn, weights, calls, card=card, progress=progress, code=_code, cast=cast
-        )
+            LossFunction(loss_fn), weights, calls, card=card, progress=progress, code=_code,
+            cast=cast,
+        )  # fmt: skip
 
 
 def tune(
@@ -137,7 +139,7 @@ def tune(
     loss_fn, plan = _training_loss(model), plan_for("float16" if dtype == FLOAT8 else dtype)
     with _cast(model, plan, plain_class(model)):
         return measured_plan(
-            loss_fn, loss_fn, weights, calls,
+            LossFunction(loss_fn), loss_fn, weights, calls,
             dtype=dtype, max_noise=max_noise, max_bias=max_bias,
             max_error=max_error, card=card, progress=progress,
         )  # fmt: skip

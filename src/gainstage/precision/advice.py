@@ -17,7 +17,7 @@ from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast, under_plan
 from gainstage.precision.cards import CARDS, H100, Card, known_card
 from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE, Price, Reference, percent
-from gainstage.precision.plan import DTYPES, FLOAT8, Plan
+from gainstage.precision.plan import DTYPES, FLOAT8, Plan, aligned
 from gainstage.precision.program_costs import Product, kept, products_of
 from gainstage.precision.samples import (
     EXPONENTS,
@@ -29,6 +29,7 @@ from gainstage.precision.samples import (
     samples_of,
 )
 from gainstage.precision.tuning import mended_plan
+from gainstage.transforms.value_and_grad import LossFunction
 
 __all__ = ["Advice", "Cost", "advise"]
 
@@ -154,8 +155,8 @@ class Advice:
             f"No accelerator is here, so times are those of the {self.card}. On this CPU half "
             f"precision is not faster. On other cards:"
         )
-        cards = [of_cards, *_aligned(self._of_cards()), ""]
-        table = [*_aligned(self.table()), "", *(cards if self.cards else [])]
+        cards = [of_cards, *aligned(self._of_cards()), ""]
+        table = [*aligned(self.table()), "", *(cards if self.cards else [])]
         return "\n".join([*table, *self.notes(), "", f"Use {self.reason}", *code])
 
     def table(self) -> list[tuple[str, ...]]:
@@ -318,31 +319,29 @@ def advise(
 
     Source: the noise of batches as in McCandlish et al., 2018, arXiv:1812.06162.
     """
-    return measured_advice(
-        fun, params, batches, card=card, progress=progress, has_aux=has_aux, using=using
-    )
+    loss = LossFunction(fun, has_aux, using)
+    return measured_advice(loss, params, batches, card=card, progress=progress)
 
 
 def measured_advice(
-    fun: Callable[..., Any],
+    loss: LossFunction,
     params: PyTree,
     batches: Sequence[Any],
     *,
     card: str | None,
     progress: bool,
-    has_aux: bool = False,
-    using: Using | None = None,
     code: Code = code_of_loop,
     cast: Callable[[str], Callable[..., Any]] | None = None,
 ) -> Advice:
     """What `advise` returns, with lines of code for any kind of training.
 
     Args:
-        fun, params, batches, card, progress, has_aux, using: as for `advise`.
+        loss: the function, and how it is differentiated.
+        params, batches, card, progress: as for `advise`.
         code: makes the lines.
         cast: returns the function under autocast in a precision, by default `autocast` of it.
     """
-    cast = functools.partial(autocast, fun) if cast is None else cast
+    fun, cast = loss.fun, cast or functools.partial(autocast, loss.fun)
     rates = known_card(card)
     small = next((x for x in partition(params)[0] if is_half(x)), None)
     if small is not None:
@@ -350,7 +349,7 @@ def measured_advice(
             f"Expected float32 parameters; got {small.dtype}[{', '.join(map(str, small.shape))}]. "
             f"What is already rounded costs nothing more in a smaller dtype."
         )
-    samples = samples_of(fun, params, batches, has_aux, using)
+    samples = samples_of(loss, params, batches)
     start = time.perf_counter()
     exact = samples.exact()
     reference = Reference([results[1:] for results in exact])
@@ -368,11 +367,11 @@ def measured_advice(
             return exact[number]
 
         rows = [
-            measured.row("float32", fun, samples.compiled(fun) if is_rounded else unrounded, 0),
-            *([measured.row(EXACT, fun, unrounded, 0)] if is_rounded else []),
-            measured.row("bfloat16", *_value_and_gradient(samples, cast("bfloat16")), 0),
-            measured.row("float16, unscaled", half, of_half, 0),
-            measured.row("float16", half, of_half, None),
+            measured.row("float32", fun, 0, None if is_rounded else unrounded),
+            *([measured.row(EXACT, fun, 0, unrounded)] if is_rounded else []),
+            measured.row("bfloat16", cast("bfloat16"), 0),
+            measured.row("float16, unscaled", half, 0, of_half),
+            measured.row("float16", half, None, of_half),
         ]
         need = measured.needs_scaling_from(of_half, rows[-1])
         eight = cast("float8")
@@ -380,7 +379,7 @@ def measured_advice(
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             has_float8 = rates.float8 and measured.has_float8(eight)
         if has_float8:
-            rows.append(measured.row("float8", *_value_and_gradient(samples, eight), None))
+            rows.append(measured.row("float8", eight, None))
         else:
             measured.skip_row()
         plan, more = measured.mended(cast, rows)
@@ -388,13 +387,6 @@ def measured_advice(
     is_asked = card is not None or jax.default_backend() != "cpu"
     cards = {} if is_asked else measured.on_cards(rows)
     return Advice(rows, need, rates, len(samples), reference.is_clear, cards, plan)
-
-
-def _value_and_gradient(
-    samples: Samples, fun: Callable[..., Any]
-) -> tuple[Callable[..., Any], GradientsOf]:
-    """A function, and its gradients."""
-    return fun, samples.compiled(fun)
 
 
 class _CostMeasurement:
@@ -413,10 +405,14 @@ class _CostMeasurement:
         self._products: dict[str, list[Product]] = {}  # by precision
 
     def row(
-        self, name: str, fun: Callable[..., Any], run: GradientsOf, exponent: int | None
+        self,
+        name: str,
+        fun: Callable[..., Any],
+        exponent: int | None,
+        run: GradientsOf | None = None,
     ) -> Cost:
         """What a precision costs, at the largest loss scale that fits if `exponent` is None."""
-        scaled = exponent is None
+        scaled, run = exponent is None, run or self._samples.compiled(fun)
         if exponent is None:
             exponent = largest_exponent(lambda e: is_finite(run(0, 2.0**e)), LAST_EXPONENT)
         measured: list[Any] = []
@@ -464,9 +460,7 @@ class _CostMeasurement:
             plan = mended_plan(self._samples.of(half))
             if plan.operations and plan.measured.fits(MAX_NOISE, MAX_BIAS):
                 exponent = None if row.exponent is not None else 0
-                fun = under_plan(half, plan)
-                run = self._samples.compiled(fun)
-                return plan, [self.row(f"{row.name}{MENDED}", fun, run, exponent)]
+                return plan, [self.row(f"{row.name}{MENDED}", under_plan(half, plan), exponent)]
         return None, []
 
     def _seconds(self, name: str, card: Card) -> float:
@@ -574,12 +568,6 @@ def _row_text(cost: Cost) -> tuple[str, ...]:
 
 def _time(cost: Cost) -> str:
     return f"{1e6 * cost.seconds:.3g} us" if math.isfinite(cost.seconds) else ""
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _bias(cost: Cost) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Never, Protocol, TypeAlias, overload
+from typing import Any, NamedTuple, Never, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +23,18 @@ from gainstage._variables.types import P, R
 from gainstage.precision.calls import Call
 from gainstage.precision.cards import ANY, H100, Card
 from gainstage.precision.float8_product import ProductSpec, multiply, to_operand
-from gainstage.precision.float8_rule import Float8Decision, Sizes, decide, sizes_of
+from gainstage.precision.float8_rule import Sizes, float8_sizes, pays
 from gainstage.precision.needs import Need, needs_of
 from gainstage.precision.plan import DTYPES, FLOAT8, RESULT, WIDE, Plan
 from gainstage.precision.policy import (
-    Width,
+    Level,
     default,
     half,
+    level_of,
     may_round,
     measured,
     multiplied,
     rounded_constant,
-    width,
 )
 from gainstage.transforms.retrace import (
     IS_KEPT,
@@ -51,7 +51,6 @@ Precision: TypeAlias = str | Plan | DTypeLike
 
 __all__ = ["autocast", "keep_float32"]
 
-FITS = Float8Decision.FLOAT8
 # Other names of dtypes, which people know from elsewhere.
 _ALIASES = {
     "fp16": "float16", "f16": "float16", "half": "float16",
@@ -323,16 +322,9 @@ class Casting(NamedTuple):
         return Replay(caster.compute, caster.constant, caster.tell if is_told else lambda: None)
 
 
-class Instead(Protocol):
-    """What is done in the place of casting."""
-
-    def begin(self, casting: Casting, program: AnyJaxpr) -> Replay:
-        """How one program of a function under autocast is computed."""
-        ...
-
-
-# What is done instead of casting in a call, to measure it; and a plan whose rows are added to those
-# of each function under autocast. Compiled functions are traced for each.
+# What is done instead of casting in a call, to measure it, by its `begin(casting, program)`; and a
+# plan whose rows are added to those of each function under autocast. Compiled functions are traced
+# for each.
 INSTEAD: Any = jax.make_user_context(None)
 PLANNED: Any = jax.make_user_context(None)
 
@@ -422,38 +414,43 @@ class Caster:
         self._products += bool(call.floats) and is_product
         if planned == WIDE:
             return measured(call)
-        narrowed = self.narrowed_to(call, path)
-        if is_product and self.is_in_float8(call, path):
-            return self._in_float8(call)
-        if narrowed:
+        if is_product:
+            level = self.level(call, path)
+            return self._in_float8(call) if level is Level.FLOAT8 else multiplied(call, level)
+        if self._narrowed(call, planned) is not None:
             return half(call, is_planned=True)
-        if not is_product:
-            return default(call, self._casting.without)
-        return multiplied(call, self.width(call, path))
+        return default(call, self._casting.without)
 
-    def narrowed_to(self, call: Call, path: Path) -> str:
-        """The dtype of an operation that the plan has in half precision or float8; "" of others.
+    def _narrowed(self, call: Call, planned: str) -> Level | None:
+        """The level of an operation that the plan has in half precision or float8; None of others.
 
         Not all operations of a line may be: `tune` has not measured those that `may_round` leaves
         out, and a product may be too narrow for float8.
         """
-        planned = self._planned.get(path, "")
         if planned not in (*DTYPES, FLOAT8) or not may_round(call):
-            return ""
-        if planned == FLOAT8 and decide(call.eqn, call.values, ANY, only_linear=False) is FITS:
-            return FLOAT8
+            return None
+        if planned == FLOAT8 and float8_sizes(call.eqn, call.values, only_linear=False):
+            return Level.FLOAT8
         if self._card is not None:  # a row in half precision is what `mend` takes out of float8
-            return ""
-        return planned if planned in DTYPES else self._dtype.name
+            return None
+        return Level.BFLOAT16 if planned == "bfloat16" else Level.HALF
 
-    def width(self, call: Call, path: Path) -> Width:
-        """What of a product is in float32."""
-        if self.narrowed_to(call, path):
-            return Width.HALF
-        planned, own = self._planned.get(path), width(call, self._casting.without)
-        if planned == RESULT and own is Width.HALF:
-            return Width.RESULT
-        return Width.ALL if planned == WIDE else own
+    def level(self, call: Call, path: Path) -> Level:
+        """The level of a product: by the plan, by the policy, or as the card computes it faster."""
+        planned = self._planned.get(path, "")
+        narrowed = self._narrowed(call, planned)
+        if narrowed is not None:
+            return narrowed
+        own = level_of(call, self._casting.without)
+        if own is not Level.HALF or planned:
+            return max(own, {RESULT: Level.RESULT, WIDE: Level.FLOAT32}.get(planned, own))
+        sizes = float8_sizes(call.eqn, call.values)
+        if self._card is None or sizes is None:
+            return own
+        if pays(sizes, self._card):
+            return Level.FLOAT8
+        self._too_small.append(sizes)
+        return own
 
     def call(self, eqn: JaxprEqn, values: list[Retraced], path: Path) -> Call:
         """An operation with its half-precision dtype: that of the plan, or of its operands."""
@@ -464,19 +461,6 @@ class Caster:
             own = next((dtype for dtype in DTYPES.values() if dtype in found), dtype)
             dtype = DTYPES.get(self._planned.get(path, ""), own)
         return Call(eqn, values, dtype, self._needs.get(path, Need.NOTHING))
-
-    def is_in_float8(self, call: Call, path: Path) -> bool:
-        """Whether a product is in float8: by the plan, or as the card computes it faster."""
-        if self.narrowed_to(call, path) == FLOAT8:
-            return True
-        if self._card is None or path in self._planned or self.width(call, path) is not Width.HALF:
-            return False
-        if not all(map(is_float32, call.eqn.invars)):
-            return False
-        decision = decide(call.eqn, call.values, self._card)
-        if decision is Float8Decision.TOO_SMALL:
-            self._too_small.append(sizes_of(call.eqn, call.values))
-        return decision is FITS
 
     def _in_float8(self, call: Call) -> list[Retraced]:
         """A product in float8, whose result is in half precision."""

@@ -3,7 +3,7 @@
 # Numbers are rounded where autocast would have them in half precision, and all is computed in
 # float32. So one program, compiled once, is each of the programs that a choice of precisions makes.
 
-import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,23 +20,14 @@ from gainstage._programs.in_dtype import is_float32
 from gainstage._programs.jaxprs import AnyJaxpr, Path
 from gainstage._programs.operations import PRODUCTS
 from gainstage.precision.autocast import Caster, Casting
+from gainstage.precision.calls import Call
 from gainstage.precision.float8_product import E5M2, rounded, to_operand
-from gainstage.precision.plan import DTYPES, FLOAT8
-from gainstage.precision.policy import Width
+from gainstage.precision.plan import DTYPES
+from gainstage.precision.policy import Level
 from gainstage.precision.wide_results import BOUNDED
 from gainstage.transforms.retrace import SINGLE, Replay, Retraced, as_written
 
 OF_UNIT = 16  # bytes that are read as fast as a matrix unit in half precision saves an element
-
-
-class Level(enum.IntEnum):
-    """How wide an operation is, from the narrowest to the widest."""
-
-    FLOAT8 = 0  # operands and cotangent of a product; the result is in half precision
-    HALF = 1  # the half-precision dtype of the plan
-    BFLOAT16 = 2  # beside float16
-    RESULT = 3  # the result of a product is in float32, its operands in half precision
-    FLOAT32 = 4
 
 
 class Rounded(NamedTuple):
@@ -46,7 +37,7 @@ class Rounded(NamedTuple):
     levels: tuple[Level, ...]  # at which it may be, below float32; the narrowest first
     operands: bool  # whether its operands are rounded, else the result alone
     eqn: JaxprEqn
-    times: int  # how often it is run
+    times: int  # how often it is run; a `while` loop counts as one iteration
 
     @property
     def is_product(self) -> bool:
@@ -75,11 +66,9 @@ class Rounded(NamedTuple):
 Emulations = dict[tuple[Path, str], Rounded]  # by path, and by the key of their line
 
 
-# `(caster, equation, operands, results, path) -> levels below float32, the narrowest first, and
-# whether operands are rounded` of an operation.
-LevelsOf = Callable[
-    [Caster, JaxprEqn, list[Retraced], Sequence[Retraced], Path], tuple[tuple[Level, ...], bool]
-]
+# `(caster, operation, results, path) -> levels below float32, the narrowest first, and whether
+# operands are rounded`.
+LevelsOf = Callable[[Caster, Call, Sequence[Retraced], Path], tuple[tuple[Level, ...], bool]]
 
 
 class Collected:
@@ -99,11 +88,15 @@ class Collected:
     def begin(self, casting: Casting, program: AnyJaxpr) -> Replay:
         """How one program is computed."""
         caster, lines = Caster(casting, program), code_lines(program)
-        times = {path: _repetitions(eqns) for path, eqns in jaxprs.operations_within(program)}
+        times = {
+            path: math.prod(eqn.params.get("length", 1) for eqn in eqns)
+            for path, eqns in jaxprs.operations_within(program)
+        }
 
         def compute(eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
             results = caster.compute(eqn, values, path)
-            levels, operands = self._levels_of(caster, eqn, values, results, path)
+            call = caster.call(eqn, values, path)
+            levels, operands = self._levels_of(caster, call, results, path)
             if levels:
                 line = lines[path]
                 self.places[path, line.key] = Rounded(line, levels, operands, eqn, times[path])
@@ -113,35 +106,17 @@ class Collected:
 
 
 def by_rules(
-    caster: Caster,
-    eqn: JaxprEqn,
-    values: list[Retraced],
-    results: Sequence[Retraced],
-    path: Path,
+    caster: Caster, call: Call, results: Sequence[Retraced], path: Path
 ) -> tuple[tuple[Level, ...], bool]:
     """The levels of an operation from the one at which autocast has it."""
-    halves, call = DTYPES.values(), caster.call(eqn, values, path)
-    if eqn.primitive.name in PRODUCTS:
-        planned = caster.narrowed_to(call, path)
-        if planned == FLOAT8 or caster.is_in_float8(call, path):
-            return (Level.FLOAT8, Level.HALF, Level.RESULT), True
-        if planned:
-            own = Level.BFLOAT16 if planned == "bfloat16" else Level.HALF
-            return (own, Level.RESULT), True
-        both = {Width.HALF: (Level.HALF, Level.RESULT), Width.RESULT: (Level.RESULT,)}
-        return both.get(caster.width(call, path), ()), True
-    pairs = zip(results, eqn.outvars, strict=True)
+    if call.name in PRODUCTS:
+        own = caster.level(call, path)
+        wider = (Level.HALF,) * (own is Level.FLOAT8) + (Level.RESULT,) * (own < Level.RESULT)
+        return (own, *wider) if own < Level.FLOAT32 else (), True
+    pairs, halves = zip(results, call.eqn.outvars, strict=True), DTYPES.values()
     is_half = any(is_float32(v) and getattr(r.x, "dtype", None) in halves for r, v in pairs)
-    of_wide = eqn.primitive.name in BOUNDED and not any(call.held)
+    of_wide = call.name in BOUNDED and not any(call.held)
     return (Level.HALF,) * is_half, not of_wide
-
-
-def _repetitions(eqns: Sequence[JaxprEqn]) -> int:
-    """How often an operation is run; a `while` loop counts as one iteration."""
-    times = 1
-    for eqn in eqns:
-        times *= eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-    return times
 
 
 class Emulated:
@@ -188,12 +163,13 @@ class Emulated:
                 y = half(x, Level.FLOAT8, Level.HALF, Level.BFLOAT16, Level.RESULT)
                 return _as_float8(x, y, is_at[Level.FLOAT8]) if Level.FLOAT8 in is_at else y
 
-            xs = [operand(v.x, var) for v, var in zip(values, eqn.invars, strict=True)]
+            pairs = zip(values, eqn.invars, strict=True)
+            computed = as_written(eqn, [Retraced(operand(v.x, var)) for v, var in pairs])
             results = []
-            for value, var in zip(_computed(eqn, xs), eqn.outvars, strict=True):
-                y = value
+            for value, var in zip(computed, eqn.outvars, strict=True):
+                y = value.x
                 if is_float32(var):
-                    y = half(value, Level.FLOAT8, Level.HALF, Level.BFLOAT16)
+                    y = half(y, Level.FLOAT8, Level.HALF, Level.BFLOAT16)
                 if Level.FLOAT8 in is_at:
                     y = _cotangent8(y, is_at[Level.FLOAT8])
                 results.append(Retraced(y))
@@ -214,13 +190,6 @@ class Emulated:
         size = lax.stop_gradient(jnp.abs(x))
         is_large = (size > float(jnp.finfo(dtype).max) / self._room) & jnp.isfinite(size)
         return jnp.where(is_large, jnp.inf, small)
-
-
-def _computed(eqn: JaxprEqn, xs: list[ArrayLike]) -> list[Any]:
-    """The results of an operation in float32."""
-    if jaxprs.is_kernel(eqn):
-        return [value.x for value in as_written(eqn, list(map(Retraced, xs)))]
-    return jaxprs.bind(eqn, xs)
 
 
 def _as_float8(x: ArrayLike, half: Any, is_small: jax.Array) -> jax.Array:

@@ -1,13 +1,11 @@
 """Which products are in float8: those that are large enough for a card to gain by it."""
 
-import enum
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from gainstage._base._jax import JaxprEqn, batch_size
-from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import is_float32
+from gainstage._programs.patterns import sides
 from gainstage.precision.cards import Card
 from gainstage.transforms.retrace import Kind, Retraced
 
@@ -36,56 +34,35 @@ class Sizes(NamedTuple):
         return f"[{self.rows}, {self.summed}] x [{self.summed}, {self.columns}]"
 
 
-class Float8Decision(enum.Enum):
-    """Whether a product is in float8, and why not."""
-
-    HALF = enum.auto()  # it cannot be in float8
-    TOO_SMALL = enum.auto()  # it could be, but the card gains nothing
-    FLOAT8 = enum.auto()
-
-
-def decide(
-    eqn: JaxprEqn, values: Sequence[Retraced], card: Card, *, only_linear: bool = True
-) -> Float8Decision:
-    """Decides whether an operation that may be in half precision is a product in float8.
+def float8_sizes(
+    eqn: JaxprEqn, values: Sequence[Retraced], *, only_linear: bool = True
+) -> Sizes | None:
+    """The sizes of an operation that may be in half precision, if it may be in float8 too.
 
     It is a `dot_general` without batch axes, with enough rows, columns and summed elements for the
-    hardware, that the card computes faster in float8.
+    hardware. Rows are those of the activation, and columns those of the parameter, on whichever
+    side that is. The examples of `jax.vmap` are rows, unless both operands have them: each example
+    is then a product of its own.
 
     Args:
         eqn: an operation.
         values: its operands.
-        card: where it is computed.
         only_linear: whether it must be a linear layer: a parameter times an activation. A plan has
             measured what the others cost.
     """
-    if eqn.primitive.name != "dot_general" or any(eqn.params["dimension_numbers"][1]):
-        return Float8Decision.HALF
-    if not all(map(is_float32, eqn.invars)):
-        return Float8Decision.HALF
-    is_linear = sum(value.kind is Kind.FREE for value in values) == 1
-    sizes = sizes_of(eqn, values)
-    if min(sizes) < NARROWEST or (only_linear and not is_linear):
-        return Float8Decision.HALF
-    return Float8Decision.FLOAT8 if pays(sizes, card) else Float8Decision.TOO_SMALL
-
-
-def sizes_of(eqn: JaxprEqn, values: Sequence[Retraced]) -> Sizes:
-    """The sizes of a `dot_general` without batch axes: rows of the activation, columns of the
-    parameter, on whichever side that is. The examples of `jax.vmap` are rows, unless both operands
-    have them: each example is then a product of its own."""
-    over = eqn.params["dimension_numbers"][0]
-    shapes = [jaxprs.array(variable).shape for variable in eqn.invars]
-    summed = math.prod(shapes[0][axis] for axis in over[0])
-    examples = [batch_size(value.x) for value in values]
-    together = min(examples) == 1
-    sides = [
-        math.prod(shape) // max(summed, 1) * (size if together else 1)
-        for shape, size in zip(shapes, examples, strict=True)
-    ]
-    is_left = values[0].kind is Kind.FREE and values[1].kind is not Kind.FREE
-    rows, columns = reversed(sides) if is_left else sides
-    return Sizes(rows, summed, columns)
+    found = sides(eqn)
+    if found is None or any(eqn.params["dimension_numbers"][1]):
+        return None
+    rows, summed, columns = found
+    left, right = (batch_size(value.x) for value in values)
+    if min(left, right) == 1:
+        rows, columns = rows * left, columns * right
+    are_free = [value.kind is Kind.FREE for value in values]
+    if are_free == [True, False]:
+        rows, columns = columns, rows
+    is_chosen = sum(are_free) == 1 or not only_linear
+    fits = is_chosen and min(rows, summed, columns) >= NARROWEST
+    return Sizes(rows, summed, columns) if fits and all(map(is_float32, eqn.invars)) else None
 
 
 def pays(sizes: Sizes, card: Card) -> bool:

@@ -127,13 +127,6 @@ class _Reader:
                 fact |= Fact.WIDE if self._is_wide(eqn, given) else Fact.NOTHING
             self._facts |= dict.fromkeys(eqn.outvars, fact)
 
-    def _reader_of(
-        self, part: AnyJaxpr, facts: Sequence[Fact], operands: Sequence[Var | Literal], path: Path
-    ) -> "_Reader":
-        """The reader of a program inside of an operation."""
-        known = [None if isinstance(v, Literal) else self._constants.get(v) for v in operands]
-        return _Reader(part, facts, path, self._needs, self._dtype, self._without, known)
-
     def read(self, results: Sequence[Need]) -> list[Need]:
         """What is needed of the arguments, for what is needed of the results."""
         self._add(zip(self._jaxpr.outvars, results, strict=True))
@@ -164,9 +157,6 @@ class _Reader:
             return Fact.CONSTANT
         return self._facts.get(variable, Fact.NOTHING)
 
-    def _is_constant(self, variable: Var | Literal) -> bool:
-        return Fact.CONSTANT in self._fact(variable)
-
     def _fact_of(self, eqn: JaxprEqn, each: Sequence[Fact]) -> Fact:
         """What results are made of, from the properties of the operands."""
         inside = (e for part in jaxprs.inner(eqn) for e in jaxprs.equations(part))
@@ -195,7 +185,7 @@ class _Reader:
 
     def _is_out_of_range(self, variable: Var | Literal) -> bool:
         """Whether an operand is a constant that half precision does not hold."""
-        if not self._is_constant(variable) or not is_float32(variable):
+        if Fact.CONSTANT not in self._fact(variable) or not is_float32(variable):
             return False
         known = patterns.constant_of(variable, self._producers, self._constants)
         return known is not None and not in_range(self._dtype, known)
@@ -256,15 +246,15 @@ class _Reader:
             first, carries = jaxprs.scan_counts(eqn.params, len(operands))
         facts = [self._fact(v) for v in operands]
         facts[first : first + carries] = [self._fact(v) for v in eqn.outvars[:carries]]
-        reader = self._reader_of(part, facts, operands, path)
-        arguments = reader.read(results)
-        while any(
-            a & ~r for a, r in zip(arguments[first : first + carries], results, strict=False)
-        ):
-            again = zip(arguments[first : first + carries], results, strict=False)
-            results = [*(a | r for a, r in again), *results[carries:]]
+        known = [None if isinstance(v, Literal) else self._constants.get(v) for v in operands]
+        reader = _Reader(part, facts, path, self._needs, self._dtype, self._without, known)
+        while True:
             arguments = reader.read(results)
-        return zip(operands, arguments, strict=True)
+            again = zip(arguments[first : first + carries], results, strict=False)
+            more = [*(a | r for a, r in again), *results[carries:]]
+            if more == results:  # no turn of a loop needs more than the last one
+                return zip(operands, arguments, strict=True)
+            results = more
 
 
 def _passes_on(eqn: JaxprEqn) -> Need:

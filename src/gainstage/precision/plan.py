@@ -212,11 +212,7 @@ class Plan:
             numbers = [_percentage(x) for x in (o.error, o.noise, o.bias)]
             rows.append((o.name, o.dtype, *numbers, o.place, o.reason))
         shown = [column for column in zip(*rows, strict=True) if any(column[1:])]
-        widths = [max(map(len, column)) for column in shown]
-        lines = [text]
-        lines += [
-            "  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*shown, strict=True)
-        ]
+        lines = [text, *aligned(list(zip(*shown, strict=True)))]
         keep = self.lines_to_keep()
         if keep and not counts.keys() & {*DTYPES, FLOAT8}:
             lines.append(f"As code: with gainstage.keep_float32(): around {keep}.")
@@ -224,6 +220,12 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({self.dtype!r}, {len(self.operations)} operations, {self.measured.told()})"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _percentage(x: float) -> str:

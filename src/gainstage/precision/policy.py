@@ -39,19 +39,21 @@ LARGE_FACTOR = 1024.0  # a number that is too large to multiply half-precision n
 # ── products ─────────────────────────────────────────────────────────────────────────────────────
 
 
-class Width(enum.Enum):
-    """What of a product is in float32."""
+class Level(enum.IntEnum):
+    """How wide an operation is, from the narrowest to the widest."""
 
-    HALF = enum.auto()  # nothing
-    RESULT = enum.auto()  # not the operands
-    ALL = enum.auto()
+    FLOAT8 = 0  # operands and cotangent of a product; the result is in half precision
+    HALF = 1  # the half-precision dtype of the plan
+    BFLOAT16 = 2  # beside float16
+    RESULT = 3  # the result of a product is in float32, its operands in half precision
+    FLOAT32 = 4
 
 
 class WideProduct(NamedTuple):
     """A row of the list of products: those that it holds for are not in half precision."""
 
     name: str
-    width: Width
+    level: Level
     holds: Callable[[Call], bool]
     why: str
 
@@ -122,41 +124,41 @@ def _is_outer(call: Call) -> bool:
 # depthwise ones reads and writes 17 % more if their results are float32, and 2 % more if those of
 # at most 8 channels are; a stem of three channels in float32 adds 11 % to a ResNet and a ViT.
 WIDE_PRODUCTS = (
-    WideProduct("nothing to cast", Width.ALL, lambda call: not call.floats, "other dtypes"),
-    WideProduct("asked for", Width.ALL, _is_precise, 'precision="highest"'),
+    WideProduct("nothing to cast", Level.FLOAT32, lambda call: not call.floats, "other dtypes"),
+    WideProduct("asked for", Level.FLOAT32, _is_precise, 'precision="highest"'),
     WideProduct(
-        "exact operands", Width.ALL, lambda call: bool(call.need & Need.OPERANDS),
+        "exact operands", Level.FLOAT32, lambda call: bool(call.need & Need.OPERANDS),
         "for what is computed with it: see needs.py",
     ),
     WideProduct(
-        "small matrices", Width.ALL,
+        "small matrices", Level.FLOAT32,
         lambda call: patterns.is_small(call.eqn) and not call.has_one_batch,
         "no unit computes them faster",
     ),
-    WideProduct("an outer product", Width.ALL, _is_outer, "it adds nothing up"),
+    WideProduct("an outer product", Level.FLOAT32, _is_outer, "it adds nothing up"),
     WideProduct(
-        "a square in float32", Width.ALL, lambda call: _is_square(call) and not all(call.held),
+        "a square in float32", Level.FLOAT32, lambda call: _is_square(call) and not all(call.held),
         "its operands may be large too",
     ),
-    WideProduct("a narrow result", Width.RESULT, _is_narrow, "its few columns cost nothing"),
-    WideProduct("a square", Width.RESULT, _is_square, "it may be large"),
-    WideProduct("a vector", Width.RESULT, _is_vector, "it may be large, and costs nothing"),
+    WideProduct("a narrow result", Level.RESULT, _is_narrow, "its few columns cost nothing"),
+    WideProduct("a square", Level.RESULT, _is_square, "it may be large"),
+    WideProduct("a vector", Level.RESULT, _is_vector, "it may be large, and costs nothing"),
     WideProduct(
-        "an exact result", Width.RESULT, lambda call: Need.RESULT in call.need,
+        "an exact result", Level.RESULT, lambda call: Need.RESULT in call.need,
         "for what is computed with it: see needs.py",
     ),
 )  # fmt: skip
 
 
-def width(call: Call, without: frozenset[str] = frozenset()) -> Width:
-    """What of a product is in float32 by default: the first row that holds says so.
+def level_of(call: Call, without: frozenset[str] = frozenset()) -> Level:
+    """How wide a product is by default: the first row that holds says so.
 
     Args:
         call: a product.
         without: the names of rows that are left out, in a study.
     """
     rows = (row for row in WIDE_PRODUCTS if row.name not in without)
-    return next((row.width for row in rows if row.holds(call)), Width.HALF)
+    return next((row.level for row in rows if row.holds(call)), Level.HALF)
 
 
 # ── what follows ─────────────────────────────────────────────────────────────────────────────────
@@ -362,10 +364,10 @@ def default(call: Call, without: frozenset[str] = frozenset()) -> list[Retraced]
 
     Args:
         call: the operation.
-        without: as for `width`.
+        without: as for `level_of`.
     """
     if call.name in PRODUCTS:
-        return multiplied(call, width(call, without))
+        return multiplied(call, level_of(call, without))
     for row in BY_OPERATION.get(call.name, ()):
         if row.name not in without and row.holds(call):
             return row.compute(call)
@@ -381,14 +383,12 @@ def measured(call: Call) -> list[Retraced]:
     return wide(call)
 
 
-def multiplied(call: Call, width: Width) -> list[Retraced]:
-    """The result of a product in this width."""
-    if width is Width.HALF:
-        return half(call)
-    if width is Width.RESULT:
+def multiplied(call: Call, level: Level) -> list[Retraced]:
+    """The result of a product at a level."""
+    if level is Level.RESULT:
         operands = [converted(value.x, call.dtype) for value in call.floats]
         return [Retraced(wide_product(call.eqn, operands))]
-    return wide(call)
+    return wide(call) if level is Level.FLOAT32 else half(call)
 
 
 # The kinds of results of operations on kinds.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from gainstage._base._jax import JaxprEqn, Literal
 from gainstage._programs import jaxprs
 from gainstage._programs.operations import PRODUCTS
+from gainstage._programs.patterns import terms_of
 from gainstage.precision.cards import H100, Card
 from gainstage.precision.float8_rule import PRODUCTS_OF_A_STEP, Sizes, added_bytes, pays
 from gainstage.precision.plan import DTYPES, FLOAT8
@@ -42,14 +43,9 @@ def products_of(fun: Callable[..., Any], *args: Any) -> list[Product]:
 
 def _product(eqn: JaxprEqn, times: float) -> Product:
     left, right, out = (jaxprs.array(v) for v in (*eqn.invars[:2], eqn.outvars[0]))
-    if eqn.primitive.name == "dot_general":
-        summed = math.prod(left.shape[axis] for axis in eqn.params["dimension_numbers"][0][0])
-    elif eqn.primitive.name == "conv_general_dilated":
-        axis = eqn.params["dimension_numbers"].rhs_spec[0]
-        # A transposed convolution puts zeros between the elements: no card multiplies those.
-        zeros = math.prod(eqn.params["lhs_dilation"])
-        summed = right.size / max(right.shape[axis], 1) / zeros
-    else:  # ragged products: each row meets one matrix
+    # A transposed convolution puts zeros between the elements: no card multiplies those.
+    summed = terms_of(eqn) / math.prod(eqn.params.get("lhs_dilation", ()))
+    if math.isinf(summed):  # a ragged product: each row meets one matrix
         summed = left.shape[-1]
     name, cast = left.dtype.name, 0
     size_of_out = out.dtype.itemsize
@@ -58,7 +54,8 @@ def _product(eqn: JaxprEqn, times: float) -> Product:
         # On which side the weight is, the program forgets: it is the smaller operand, unless the
         # product is in float8 because it is the larger one.
         weight, activation = sorted((left.size, right.size))
-        if not pays(Sizes(activation // summed, summed, weight // summed), H100):
+        terms = int(summed)
+        if not pays(Sizes(activation // terms, terms, weight // terms), H100):
             weight, activation = activation, weight
         cast = added_bytes(activation, weight, out.size)
     moved = left.size * left.dtype.itemsize + right.size * right.dtype.itemsize

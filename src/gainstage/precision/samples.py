@@ -14,7 +14,7 @@ import numpy as np
 from gainstage._base import checks
 from gainstage._base.arrays import Static, joined, partition
 from gainstage._scaling import gradients
-from gainstage._variables.types import PyTree, Using
+from gainstage._variables.types import PyTree
 from gainstage.precision.autocast import plan_of
 from gainstage.transforms.retrace import IS_KEPT
 from gainstage.transforms.value_and_grad import LossFunction
@@ -29,26 +29,24 @@ GradientsOf = Callable[[int, float], list[np.ndarray]]
 
 
 def samples_of(
-    fun: Callable[..., Any],
+    loss: LossFunction,
     params: PyTree,
     batches: Sequence[Any],
-    has_aux: bool,
-    using: Using | None,
     fewest: int = MIN_BATCHES,
 ) -> "Samples":
     """A float32 function on some batches.
 
     Args:
-        fun: a function `(params, *batch)` that returns a scalar loss, or (loss, aux).
+        loss: a function `(params, *batch)`, and how it is differentiated.
         params: its first argument, a pytree or a model.
-        batches: a list of batches, each the tuple of what `fun` takes after the parameters.
-        has_aux, using: as for `gainstage.value_and_grad`.
+        batches: a list of batches, each the tuple of what it takes after the parameters.
         fewest: the number of batches that is needed.
 
     Raises:
-        TypeError, ValueError: `fun` is under autocast, there are too few batches, they are not what
-            `fun` takes, or they differ in structure or shapes.
+        TypeError, ValueError: it is under autocast, there are too few batches, they are not what it
+            takes, or they differ in structure or shapes.
     """
+    fun = loss.fun
     if not callable(fun):
         raise TypeError(f"Expected a function for fun; got {checks.brief(fun)}.")
     if plan_of(fun) is not None:
@@ -72,7 +70,6 @@ def samples_of(
             f"between batches, and bias is what does not: one batch shows neither."
         )
     _check_batches(fun, params, batches)
-    loss = LossFunction(fun, has_aux, using)
     return Samples(loss, [(params, *batch) for batch in batches])
 
 
@@ -114,11 +111,11 @@ class Samples:
         return other
 
     def of_arrays(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the arrays in the arguments, `(those of the parameters, the others)`, that
-        returns the loss. Other leaves, as of Equinox's models, are not traced."""
+        """The loss of a function as one of lists of the arrays in its arguments. Other leaves, as
+        of Equinox's models, are not traced."""
 
-        def loss(own: Sequence[Any], others: Sequence[Any]) -> Any:
-            args = self.args([*own, *others])
+        def loss(*arrays: Sequence[Any]) -> Any:
+            args = self.args([*itertools.chain(*arrays)])
             return self.loss.parts(fun(*args), args)[0]
 
         return loss
@@ -141,11 +138,7 @@ class Samples:
 
     def trace(self) -> None:
         """Traces the loss on the first batch."""
-        jax.eval_shape(self._value, self.arrays[0])
-
-    def _value(self, arrays: Sequence[Any]) -> Any:
-        args = self.args(arrays)
-        return self.loss.parts(self.fun(*args), args)[0]
+        jax.eval_shape(self.of_arrays(self.fun), self.arrays[0])
 
     def compiled(self, fun: Callable[..., Any], *, is_exact: bool = False) -> GradientsOf:
         """A function `(number of a batch, loss scale) -> [loss, *gradients]`.
@@ -188,7 +181,7 @@ class Samples:
             )
         # Traced again: what `numpy.random` draws in a trace is a constant of the program.
         with exact_products(), IS_KEPT(True):
-            again = float(jax.jit(self._value)(self.arrays[0]))
+            again = float(jax.jit(self.of_arrays(self.fun))(self.arrays[0]))
         if abs(again - float(each[0][0])) > CALLS_ALIKE * max(abs(again), 1e-30):
             raise ValueError(
                 f"Expected the same loss from two calls with one batch; got {float(each[0][0])} "

@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec
 from gainstage._programs.code_lines import CodeLine
 from gainstage._variables.sharding import replicated_like
 from gainstage.precision.autocast import INSTEAD
-from gainstage.precision.emulated import Collected, Emulated, Emulations, Level, Rounded
+from gainstage.precision.emulated import Collected, Emulated, Emulations, Rounded
 from gainstage.precision.noise_and_bias import Parts
 from gainstage.precision.plan import FLOAT8, RESULT, WIDE, Operation
-from gainstage.precision.samples import Samples, exact_products
+from gainstage.precision.policy import Level
+from gainstage.precision.samples import Samples, exact_products, is_finite
 
 SKETCH = 2**12  # numbers to which a gradient is added up; its norms stay, to a few percent
 Levels = np.ndarray  # one for each line
@@ -34,19 +35,13 @@ class Results(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether all of it is."""
-        return bool(np.isfinite(self.loss)) and all(np.isfinite(g).all() for g in self.gradients)
+        return is_finite([self.loss, *self.gradients])
 
     def minus(self, other: "Results") -> "Results":
         """The differences to other results."""
         pairs = zip(self.gradients, other.gradients, strict=True)
         with np.errstate(all="ignore"):
             return Results(self.loss - other.loss, [g - o for g, o in pairs])
-
-    def plus(self, other: "Results") -> "Results":
-        """The sums with other results."""
-        pairs = zip(self.gradients, other.gradients, strict=True)
-        with np.errstate(all="ignore"):
-            return Results(self.loss + other.loss, [g + o for g, o in pairs])
 
 
 class Line:
@@ -103,10 +98,13 @@ class Emulation:
         everywhere = replicated_like(samples.arrays)
         self._program = jax.jit(self._run, out_shardings=everywhere)
 
-    @property
-    def narrowest(self) -> Levels:
-        """The levels at which each line is as narrow as it may be."""
-        return np.array([line.levels[0] for line in self.lines], np.int32)
+    def narrowest(self, fits: Callable[[int, Level], bool] = lambda number, level: True) -> Levels:
+        """The narrowest level of each line that fits, `(number of the line, level) -> bool`."""
+        each = (
+            next((level for level in line.levels if fits(number, level)), Level.FLOAT32)
+            for number, line in enumerate(self.lines)
+        )
+        return np.array(list(each), np.int32)
 
     @property
     def widest(self) -> Levels:
@@ -126,28 +124,28 @@ class Emulation:
             loss, *gradients = jax.device_get(found)
         return Results(float(loss), gradients)
 
-    def shares(
-        self, exact: Sequence[Results], scale: float, tick: Callable[[], Any] = lambda: None
+    def of_each_line(
+        self, scale: float, batches: int, tick: Callable[[], Any]
     ) -> dict[tuple[int, Level], list[Results]]:
-        """The share of each line at each of its levels below float32, on some of the batches.
+        """The results with a line alone below float32, for each line and each of these levels.
 
         Args:
-            exact: the results of these in float32.
             scale: the loss scale.
+            batches: the number of batches, of which these are the first.
             tick: called after each run.
         """
         found: dict[tuple[int, Level], list[Results]] = {}
         for number, line in enumerate(self.lines):
             for level in line.levels[:-1]:
                 levels, each = self.at(number, level), found.setdefault((number, level), [])
-                for batch, results in enumerate(exact):
-                    each.append(self.run(levels, scale, batch).minus(results))
+                for batch in range(batches):
+                    each.append(self.run(levels, scale, batch))
                     tick()
         return found
 
     @property
     def pieces(self) -> int:
-        """The number of runs on a batch that `shares` takes."""
+        """The number of runs on a batch that `of_each_line` takes."""
         return sum(len(line.levels) - 1 for line in self.lines)
 
     def _run(self, levels: jax.Array, scale: jax.Array, arrays: Sequence[Any]) -> list[jax.Array]:

@@ -5,16 +5,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gainstage._base import checks
-from gainstage._base._jax import JaxprEqn
 from gainstage._base.progress_bar import counted
 from gainstage._base.warn import warn
 from gainstage._programs.jaxprs import Path
 from gainstage._programs.operations import PRODUCTS
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import Caster, autocast, plan_of, under_plan
+from gainstage.precision.calls import Call
 from gainstage.precision.cards import ANY, Card, known_card
-from gainstage.precision.emulated import Collected, Level, by_rules
-from gainstage.precision.float8_rule import Float8Decision, decide
+from gainstage.precision.emulated import Collected, by_rules
+from gainstage.precision.float8_rule import float8_sizes, pays
 from gainstage.precision.noise_and_bias import (
     MAX_BIAS,
     MAX_NOISE,
@@ -24,11 +24,12 @@ from gainstage.precision.noise_and_bias import (
     error_of,
 )
 from gainstage.precision.plan import DTYPES, FLOAT8, WIDE, Operation, Plan
-from gainstage.precision.policy import may_round
+from gainstage.precision.policy import Level, may_round
 from gainstage.precision.program_costs import bytes_in_half
 from gainstage.precision.samples import MIN_BATCHES, Samples, largest_exponent, samples_of
 from gainstage.precision.shares import Emulation, Levels, chosen
 from gainstage.transforms.retrace import Retraced
+from gainstage.transforms.value_and_grad import LossFunction
 
 __all__ = ["tune"]
 
@@ -104,14 +105,14 @@ def tune(
         raise ValueError(f"Expected one of {sorted([*DTYPES, FLOAT8])} for dtype; got {dtype!r}.")
     cast = autocast(fun, "float16" if dtype == FLOAT8 else dtype) if callable(fun) else fun
     return measured_plan(
-        fun, cast, params, batches,
+        LossFunction(fun, has_aux, using), cast, params, batches,
         dtype=dtype, max_noise=max_noise, max_bias=max_bias, max_error=max_error,
-        card=card, has_aux=has_aux, using=using, progress=progress,
+        card=card, progress=progress,
     )  # fmt: skip
 
 
 def measured_plan(
-    fun: Callable[..., Any],
+    loss: LossFunction,
     cast: Callable[..., Any],
     params: PyTree,
     batches: Sequence[Any],
@@ -121,21 +122,18 @@ def measured_plan(
     max_bias: float,
     max_error: float | None,
     card: str | None,
-    has_aux: bool = False,
-    using: Using | None = None,
     progress: bool = True,
 ) -> Plan:
     """What `tune` returns, of a function in which autocast is called anywhere.
 
     Args:
-        fun: the function before autocast.
-        cast: the same with autocast.
-        params, batches, dtype, max_noise, max_bias, max_error, card, has_aux, using, progress: as
-            for `tune`.
+        loss: the function before autocast, and how it is differentiated.
+        cast: the same function with autocast.
+        params, batches, dtype, max_noise, max_bias, max_error, card, progress: as for `tune`.
     """
     budget = _budget(max_noise, max_bias, max_error)
     fewest = MIN_BATCHES if max_error is None else 1
-    samples = samples_of(fun, params, batches, has_aux, using, fewest).of(cast)
+    samples = samples_of(loss, params, batches, fewest).of(cast)
     own = ANY if card is None else known_card(card)
     levels_of = _Levels(
         own if dtype == FLOAT8 else None,
@@ -211,21 +209,15 @@ class _Levels(NamedTuple):
     has_bfloat16: bool
 
     def of(
-        self,
-        caster: Caster,
-        eqn: JaxprEqn,
-        values: list[Retraced],
-        results: Sequence[Retraced],
-        path: Path,
+        self, caster: Caster, call: Call, results: Sequence[Retraced], path: Path
     ) -> tuple[tuple[Level, ...], bool]:
         """The levels of an operation, and that its operands are rounded."""
-        if not may_round(caster.call(eqn, values, path)):
+        if not may_round(call):
             return (), True
-        if eqn.primitive.name not in PRODUCTS:
+        if call.name not in PRODUCTS:
             return (Level.HALF,), True
-        gains = self.card is not None and (
-            decide(eqn, values, self.card, only_linear=False) is Float8Decision.FLOAT8
-        )
+        sizes = float8_sizes(call.eqn, call.values, only_linear=False)
+        gains = self.card is not None and sizes is not None and pays(sizes, self.card)
         levels = (Level.FLOAT8,) * gains + (Level.HALF,)
         return (*levels, *(Level.BFLOAT16,) * self.has_bfloat16, Level.RESULT), True
 
@@ -249,25 +241,20 @@ class _Tuner:
 
     def measure(self, tick: Callable[[], Any]) -> None:
         """Measures the shares."""
-        emulation, shared = self._emulation, range(self._shared)
+        emulation = self._emulation
         self._gradients = [results[1:] for results in self._samples.exact()]
         self._reference = self._reference_of(self._gradients)
-        sketched = [emulation.run(emulation.widest, 1.0, n) for n in range(len(self._samples))]
-        self._sketches = [results.gradients for results in sketched]
-        reference = self._reference and self._reference_of(self._sketches)
-        levels = emulation.narrowest
+        widest = (emulation.run(emulation.widest, 1.0, n) for n in range(len(self._samples)))
+        sketches = [results.gradients for results in widest]
+        reference = self._reference and self._reference_of(sketches)
+        levels = emulation.narrowest()
         if not self._is_finite(levels):  # at no loss scale: what overflows by itself is left out
-            for number, line in enumerate(emulation.lines):
-                alone = (emulation.at(number, level) for level in line.levels)
-                levels[number] = next(at[number] for at in alone if self._is_finite(at))
+            levels = emulation.narrowest(lambda *at: self._is_finite(emulation.at(*at)))
         self._scale = 2.0 ** largest_exponent(lambda n: self._is_finite(levels, 2.0**n))
-        exact = [emulation.run(emulation.widest, self._scale, n) for n in shared]
-        found = emulation.shares(exact, self._scale, tick)
         self._shares: dict[tuple[int, Level], Price] = {}
-        for key, each in found.items():
-            pairs = zip(each, exact, strict=True)
-            gradients = [share.plus(results).gradients for share, results in pairs]
-            self._shares[key] = _price_of(reference, gradients, self._sketches, shared)
+        for key, each in emulation.of_each_line(self._scale, self._shared, tick).items():
+            gradients = [results.gradients for results in each]
+            self._shares[key] = _price_of(reference, gradients, sketches, range(self._shared))
 
     def _is_finite(self, levels: Levels, scale: float = 1.0) -> bool:
         """Whether loss and gradients are finite on all batches at some levels."""
@@ -292,10 +279,9 @@ class _Tuner:
 
     def _verified(self, budget: _Budget, part: float) -> Plan:
         """Chooses by the shares, and measures the choice on the batches that they are not of."""
-        lines, first = self._emulation.lines, self._emulation.narrowest
-        for number, line in enumerate(lines):  # what overflows goes out first
-            finite = (at for at in line.levels if math.isfinite(self._share(number, at).error))
-            first[number] = next(finite, Level.FLOAT32)
+        # What overflows goes out first.
+        first = self._emulation.narrowest(lambda *at: math.isfinite(self._share(*at).error))
+        lines = self._emulation.lines
         levels = chosen(lines, first, lambda at: budget.used_by(self._predicted(at)), part)
         rows = [self._row(n, Level(level)) for n, level in enumerate(levels)]
         plan = Plan(self._dtype, rows)

@@ -13,9 +13,10 @@ from gainstage._base.progress_bar import counted
 from gainstage._base.warn import warn
 from gainstage._variables.types import PyTree, Scalar, Using
 from gainstage.precision.autocast import plan_of, under_plan
-from gainstage.precision.emulated import Collected, Level, by_rules
+from gainstage.precision.emulated import Collected, by_rules
 from gainstage.precision.noise_and_bias import Price
 from gainstage.precision.plan import Operation, Plan
+from gainstage.precision.policy import Level
 from gainstage.precision.program_costs import bytes_in_half
 from gainstage.precision.samples import Samples
 from gainstage.precision.shares import Emulation, Levels, Results, chosen
@@ -232,7 +233,7 @@ def _larger_scale(emulation: Emulation, given: Given, bounds: Bounds) -> float:
     scale, exact = float(np.asarray(given.scale)), emulation.run(emulation.widest, 1.0)
     while scale < LARGEST_SCALE:
         scale *= STEP
-        found = emulation.run(emulation.narrowest, scale)
+        found = emulation.run(emulation.narrowest(), scale)
         if not found.is_finite:
             return 0.0
         if _part_of_bounds(found, exact, bounds) <= 1:
@@ -262,19 +263,16 @@ class _SharesOfBatch:
 
     def __init__(self, emulation: Emulation, given: Given, bounds: Bounds, tick: Callable[[], Any]):
         self._emulation, self._bounds = emulation, bounds
-        narrowest, scale = emulation.narrowest, float(np.asarray(given.scale))
+        narrowest, scale = emulation.narrowest(), float(np.asarray(given.scale))
         scales = (max(scale / STEP**n, min(scale, given.floor)) for n in range(TRIES))
         fitting = (s for s in scales if emulation.run(narrowest, s).is_finite)
         self._scale = next(fitting, scale)
         self._exact = emulation.run(emulation.widest, self._scale)
-        found = emulation.shares([self._exact], self._scale, tick)
-        self._shares = {key: share[0] for key, share in found.items()}
+        found = emulation.of_each_line(self._scale, 1, tick)
+        self._shares = {key: results.minus(self._exact) for key, (results,) in found.items()}
         self._index = {key: n for n, key in enumerate(self._shares)}
         # What is not finite goes out first, and counts for nothing then.
-        self._first = narrowest.copy()
-        for number, line in enumerate(emulation.lines):
-            each = (level for level in line.levels if self._is_finite(number, level))
-            self._first[number] = next(each)
+        self._first = emulation.narrowest(self._is_finite)
         nothing = self._exact.minus(self._exact)
         known = [share if share.is_finite else nothing for share in self._shares.values()]
         self._losses = np.array([share.loss for share in known]) / (abs(self._exact.loss) or 1.0)
