@@ -1,10 +1,11 @@
 """A file of named arrays and facts, in the format safetensors, which executes nothing."""
 
+import contextlib
 import json
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,15 +45,28 @@ def write_tensors(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[s
         )
         for name, x in whole.items()
     }
-    part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
-    try:
+    with replacing(path) as part:
         serialize_file(specs, part, {FACTS_KEY: json.dumps(facts)})
-        with part.open("rb") as file:
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields the path of a new file, which is flushed and replaces that at `path` if all goes well:
+    whatever happens, `path` is the old file or the new one, whole."""
+    part = part_of(path)
+    try:
+        yield part
+        with part.open("rb+") as file:
             os.fsync(file.fileno())
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
     _flush_folder(path.parent)
+
+
+def part_of(path: Path) -> Path:
+    """The path of a new file beside another, which no other process and no other call has."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
 
 
 def _flush_folder(folder: Path) -> None:

@@ -16,6 +16,7 @@ import gainstage
 from gainstage._base import checks
 from gainstage._base.importing import check_not_importing
 from gainstage._base.signals import deferred_signals
+from gainstage._base.tensor_file import part_of
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage._variables.types import PyTree
 from gainstage._xray import step_file
@@ -68,9 +69,10 @@ class StepRecorder:
     adds nothing if the loop reads each loss anyway. Saving 10 million float32 parameters takes
     0.2 s.
 
-    A file is written under another name, flushed to the disk and renamed, so a killed run leaves a
-    complete file or none. A failed write, for example on a full disk, does not stop the run: it
-    warns once and tries the next bad step. With several processes, only the first writes.
+    A file is written under a name of its own, flushed to the disk and renamed, so a killed run, or
+    two with one path, leave a complete file or none. A failed write, for example on a full disk,
+    does not stop the run: it warns once and tries the next bad step. With several processes, only
+    the first writes.
 
     Args:
         path: the latest step file, such as "bad.npz"; an existing one is replaced.
@@ -113,7 +115,6 @@ class StepRecorder:
         max_bytes: int = 2 * 1024**3,
     ):
         self._path = Path(path)
-        self._part = self._path.with_name(f"{self._path.name}.part")
         self._keep = checks.integer("keep", keep, low=1)
         self._healthy = checks.integer("healthy", healthy, low=1)
         self._max_bytes = checks.integer("max_bytes", max_bytes, low=1, high=2**62)
@@ -128,8 +129,9 @@ class StepRecorder:
         if self._writes:
             if self._path.exists():
                 step_file.description(self._path)  # raises if it is something else
-            self._part.touch()
-            self._part.unlink()
+            part = part_of(self._path)  # raises if the folder cannot be written to
+            part.touch()
+            part.unlink()
 
     def write(
         self, step: int, info: StepInfo, *args: PyTree, audit: AuditResult | None = None
@@ -201,16 +203,17 @@ class StepRecorder:
         """Writes a step file; returns whether that succeeded."""
         of_step = {"step": step, "scale": float(info.loss_scale), "finite": bool(info.finite)}
         about = {**of_step, "versions": versions(), "settings": settings()}
+        part = part_of(self._path)
         try:
-            step_file.write_step_file(self._part, about, self._packed(args))
+            step_file.write_step_file(part, about, self._packed(args))
             with deferred_signals():
                 paths = [self._path, *(self._named(n) for n in range(1, self._keep))]
                 if self._count == self._keep:  # the oldest is the first
                     paths.append(self._named("first"))
                 for newer, older in reversed([*itertools.pairwise(paths)]):
-                    if newer.exists():
+                    with contextlib.suppress(FileNotFoundError):  # of another process by now
                         newer.replace(older)
-                self._part.replace(self._path)
+                part.replace(self._path)
                 self._count += 1
                 self._warned = False
                 return True
@@ -219,7 +222,7 @@ class StepRecorder:
             return False
         finally:
             with contextlib.suppress(OSError):
-                self._part.unlink(missing_ok=True)
+                part.unlink(missing_ok=True)
 
     def _named(self, which: int | str) -> Path:
         return self._path.with_name(f"{self._path.stem}.{which}{self._path.suffix}")
