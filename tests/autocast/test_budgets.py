@@ -173,6 +173,16 @@ def test_a_plan_with_float8_is_saved_and_loaded(plan, tmp_path):
         Plan.load(path)
 
 
+def test_a_plan_is_saved_beside_another_that_is_being_saved(plan, tmp_path):
+    """Two processes that save to one path do not write into the file of each other."""
+    path, others = tmp_path / "plan.json", tmp_path / "plan.json.part"
+    others.write_text("half of a plan")
+    plan.save(path)
+    assert Plan.load(path) == plan
+    assert others.read_text() == "half of a plan"
+    assert sorted(tmp_path.iterdir()) == [path, others]
+
+
 def test_a_plan_with_float8_trains(plan):
     """The loss after training is that of float32, within 2 %."""
     import optax

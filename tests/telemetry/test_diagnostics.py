@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,13 +79,120 @@ def test_numbers_are_read_many_steps_at_a_time():
     assert kept.batches[1] == [{"step": 3, "loss": 1.0}]
 
 
-def test_a_number_that_was_donated_is_told():
-    """An array whose memory a later step got is an error that says what to do."""
-    kept, scale = Kept(every=10), jnp.float32(1.0)
-    kept.write(0, scale=scale)
-    jax.jit(lambda x: x + 1, donate_argnums=0)(scale)
-    with pytest.raises(ValueError, match=r"scale was donated to a later step"):
+def donated(*arrays):
+    """Hands the memory of these to a later step."""
+    for array in arrays:
+        jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+
+
+def test_a_number_that_is_donated_after_write_is_left_out_alone():
+    """Of its record the other numbers are written, and all other records; a warning says it once,
+    with its name and what to write."""
+    kept, scales = Kept(every=10), [jnp.float32(n) for n in range(3)]
+    kept.write(0, loss=0.5)
+    kept.write(1, loss=0.25, scale=scales[0])
+    kept.write(2, loss=0.125, scale=scales[1])
+    donated(scales[0])
+    with pytest.warns(UserWarning, match=r"Could not read scale: .*deleted.*pass float\(scale\)"):
         kept.flush()
+    kept.write(3, loss=0.0, scale=scales[2])
+    donated(scales[2])
+    kept.close()
+    (first, second) = kept.batches
+    assert first == [
+        {"step": 0, "loss": 0.5}, {"step": 1, "loss": 0.25},
+        {"step": 2, "loss": 0.125, "scale": 1.0},
+    ]  # fmt: skip
+    assert second == [{"step": 3, "loss": 0.0}]
+
+
+def test_telemetry_that_is_donated_loses_no_earlier_record(tmp_path):
+    """Nor the description of the run: the records before are written, and that of the donated
+    telemetry has the loss."""
+    path, rule = tmp_path / "run.jsonl", gs.DynamicLossScale(2.0**4)
+    state = gs.TrainState.create(jnp.ones(2), optax.sgd(0.1), rule=rule, telemetry=True)
+    run, info = JsonLines(path, rule=rule), state.info
+    run.write(0, loss=1.0)
+    run.write(1, info, loss=2.0)
+    donated(*jax.tree.leaves(info))
+    with pytest.warns(UserWarning, match="Could not read loss_scale, skipped_steps"):
+        run.close()
+    back = read_run(path)
+    assert back.get("loss").tolist() == [1.0, 2.0]
+    assert back.rule == rule
+
+
+REFUSED_NUMBERS = {
+    "complex": (1j, TypeError),
+    "numpy complex": (np.complex64(1j), TypeError),
+    "jax complex": (jnp.complex64(1j), TypeError),
+    "string": (np.str_("nan"), TypeError),
+    "bytes": (np.bytes_(b"1"), TypeError),
+    "date": (np.datetime64("2020-01-01"), TypeError),
+    "duration": (np.timedelta64(3, "s"), TypeError),
+    "object": (np.array(1, object), TypeError),
+    "key": (jax.random.key(0), TypeError),
+    "shape": (jax.ShapeDtypeStruct((), jnp.float32), TypeError),
+    "vector": (np.ones(1), TypeError),
+    "integer of 310 digits": (10**309, ValueError),
+    "integer of 5000 digits": (-(10**4999), ValueError),
+}
+if np.finfo(np.longdouble).bits > 64:
+    REFUSED_NUMBERS["longdouble"] = (np.longdouble(1.5), TypeError)
+
+
+@pytest.mark.parametrize("kind", REFUSED_NUMBERS)
+def test_a_number_that_no_reader_takes_is_refused_at_once(kind, tmp_path):
+    """`write` says its name and records nothing, and all other records are written and read."""
+    number, error = REFUSED_NUMBERS[kind]
+    with JsonLines(tmp_path / "run.jsonl") as run:
+        run.write(0, loss=1.0)
+        with pytest.raises(error, match="for speed"):
+            run.write(1, loss=1.0, speed=number)
+        run.write(2, loss=1.0)
+    assert read_run(tmp_path / "run.jsonl").steps.tolist() == [0, 2]
+
+
+def test_a_donated_or_traced_number_is_refused_at_once():
+    """`write` says its name, and what to do."""
+    kept, scale = Kept(every=10), jnp.float32(1.0)
+    donated(scale)
+    with pytest.raises(ValueError, match="scale was donated to a step"):
+        kept.write(0, scale=scale)
+    with pytest.raises(TypeError, match="loss has no value while it is traced"):
+        jax.jit(lambda x: kept.write(0, loss=x))(1.0)
+    kept.close()
+    assert kept.batches == []
+
+
+WRITTEN = [
+    True, 7, 2**70, 1.5, math.inf, -math.inf, math.nan, np.bool_(True), np.uint64(2**63),
+    np.float16(0.5), np.array(2), jnp.bfloat16(1.5), jnp.asarray(1.5, jnp.float8_e4m3fn),
+    np.dtype(jnp.bfloat16).type(1.5), np.dtype(jnp.float8_e5m2).type(1.5), jnp.asarray(3, jnp.int4),
+    jnp.float32(jnp.inf), np.float64(math.nan), jnp.array(True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", WRITTEN, ids=repr)
+def test_a_real_number_of_any_dtype_comes_back(number, tmp_path):
+    """Python, numpy and JAX scalars are valid JSON, and the same numbers when they are read."""
+    with JsonLines(tmp_path / "run.jsonl") as run:
+        run.write(0, number=number)
+    line = (tmp_path / "run.jsonl").read_text().splitlines()[-1]
+    json.loads(line, parse_constant=pytest.fail)
+    np.testing.assert_array_equal(read_run(tmp_path / "run.jsonl").get("number"), [float(number)])
+
+
+def test_nothing_is_written_after_close(tmp_path):
+    """A record after `close` is an error that says so, as it would be lost."""
+    run = JsonLines(tmp_path / "run.jsonl")
+    run.write(0, loss=1.0)
+    run.close()
+    run.close()  # as Python does at exit
+    for late in (lambda: run.write(1, loss=1.0), lambda: run.write_report(1, Told())):
+        with pytest.raises(ValueError, match="JsonLines is closed"):
+            late()
+    assert read_run(tmp_path / "run.jsonl").steps.tolist() == [0]
 
 
 def test_what_is_no_scalar_is_told():
@@ -931,12 +1039,13 @@ def test_recordings_are_gone_on_with(rest, tmp_path):
     assert read_run(path).steps.tolist() == ([0, 1, 2] if rest.endswith("}") else [0, 2])
 
 
-def test_a_number_called_as_a_report_is_refused(tmp_path):
-    """A number called `tensors` would make the file unreadable: it is refused before."""
+@pytest.mark.parametrize("name", ["tensors", "run"])
+def test_a_number_called_as_another_part_of_a_file_is_refused(name, tmp_path):
+    """A number called `tensors` or `run` would make the file unreadable: it is refused before."""
     with JsonLines(tmp_path / "run.jsonl") as run:
         run.write(0, loss=1.0)
-        with pytest.raises(ValueError, match="is reserved for reports"):
-            run.write(1, tensors=5)
+        with pytest.raises(ValueError, match=f"name '{name}' is reserved for .*; got {name}=5"):
+            run.write(1, **{name: 5})
     assert read_run(tmp_path / "run.jsonl").steps.tolist() == [0]
 
 

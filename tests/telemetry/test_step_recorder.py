@@ -12,6 +12,7 @@ import subprocess
 import sys
 import typing
 import zlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,7 @@ def write(tmp_path):
 
 def test_a_run_that_is_killed_leaves_a_whole_step_file_or_none(tmp_path):
     """Killed right after a bad step it has left what repeats the step; killed before the file has
-    its name, nothing that a later run would not replace."""
+    its name, nothing that is taken for a step file."""
     (tmp_path / "train.py").write_text(TRAIN)
     paths = {when: tmp_path / f"{when}.safetensors" for when in ("early", "late")}
     words = [sys.executable, str(tmp_path / "train.py")]
@@ -95,9 +96,28 @@ def test_a_run_that_is_killed_leaves_a_whole_step_file_or_none(tmp_path):
     grads = {scale: jax.grad(loss)(params, jnp.float16(scale))["w"] for scale in (1.0, bad.scale)}
     assert jnp.isfinite(grads[1.0]).all()
     assert not jnp.isfinite(grads[bad.scale]).all()
-    assert not paths["early"].exists()
-    StepRecorder(paths["early"])
-    assert list(tmp_path.glob("*.safetensors")) == [paths["late"]]
+    assert [path.suffix for path in tmp_path.glob("*early*")] == [".part"]
+    assert len(from_file.commands(tmp_path)) == 1  # of the report: for the other file
+
+
+def test_two_recorders_of_one_path_never_mix_their_files(tmp_path, monkeypatch):
+    """Two jobs that save to one path at once do not write into the file of each other: whatever is
+    read is a whole file of one of them."""
+    path, replace = tmp_path / "bad.safetensors", Path.replace
+    first, second = StepRecorder(path), StepRecorder(path)
+
+    def meanwhile(*paths):  # the first is about to rename what it has written
+        if paths[-1] == path:
+            monkeypatch.setattr(Path, "replace", replace)
+            assert second.save(2, info(), np.full(10, 2.0))
+        return replace(*paths)
+
+    monkeypatch.setattr(Path, "replace", meanwhile)
+    assert first.save(1, info(), np.full(1000, 1.0))
+    bad = read_step(path)
+    assert bad.step == 1
+    np.testing.assert_array_equal(bad.args[0], np.full(1000, 1.0))
+    assert sorted(tmp_path.iterdir()) == [path]
 
 
 def test_a_step_file_that_is_cut_short_is_an_error(write):

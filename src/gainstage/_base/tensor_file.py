@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,17 +36,14 @@ def write_tensors(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[s
         arrays: the arrays by name.
         facts: what else it says, as for JSON.
     """
-    with written_beside(path, arrays, facts) as part:
-        part.replace(path)
-    flush_folder(path.parent)
+    with replacing(path) as part:
+        write_tensors_to(part, arrays, facts)
 
 
-@contextlib.contextmanager
-def written_beside(
+def write_tensors_to(
     path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]
-) -> Iterator[Path]:
-    """Writes a file beside its place, under a name of its own, and flushes it to the disk; it is
-    removed in the end if it was not moved to its place."""
+) -> None:
+    """Writes a file as `write_tensors`, but to its place."""
     whole: dict[str, np.ndarray] = {
         name: np.ascontiguousarray(x).reshape(x.shape) for name, x in arrays.items()
     }
@@ -66,14 +63,32 @@ def written_beside(
         )
         for name, x in whole.items()
     }
+    serialize_file(specs, path, {FACTS_KEY: text, CHECKSUM_KEY: str(zlib.crc32(text.encode()))})
+
+
+@contextlib.contextmanager
+def replacing(
+    path: Path, last: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+) -> Iterator[Path]:
+    """Yields the path of a new file, which is flushed to the disk and takes the place of that at
+    `path` if all goes well: whatever happens, `path` is the old file or the new one, whole.
+
+    Args:
+        path: the file. Its folder exists.
+        last: the context in which the new file takes the place.
+    """
+    # No other process and no other call has this name.
     part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
-        serialize_file(specs, part, {FACTS_KEY: text, CHECKSUM_KEY: str(zlib.crc32(text.encode()))})
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
         yield part
+        with part.open("rb+") as file:
+            os.fsync(file.fileno())
+        with last():
+            part.replace(path)
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+    _flush_folder(path.parent)
 
 
 def _has_name(dtype: np.dtype) -> bool:
@@ -94,7 +109,7 @@ def _checksum(name: str, dtype: np.dtype, shape: Sequence[int], data: Any) -> in
     return zlib.crc32(data, start)
 
 
-def flush_folder(folder: Path) -> None:
+def _flush_folder(folder: Path) -> None:
     """Makes a renaming last, where a folder can be opened."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)

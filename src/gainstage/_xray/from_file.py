@@ -96,6 +96,8 @@ def commands(folder: Path) -> dict[str, StepFile]:
     """Returns the step files in a folder, by the commands that look into them."""
     files = {}
     for path in sorted(filter(Path.is_file, folder.iterdir())):
+        if path.suffix == ".part":  # of a process that was killed, or that still writes
+            continue
         with contextlib.suppress(OSError, ValueError):  # another file
             about = step_file.description(path)
             like = " --like MODULE:MAKE_MODEL" * step_file.needs_like(about)

@@ -16,7 +16,7 @@ import numpy as np
 from gainstage._base import checks
 from gainstage._base._jax import Tracer
 from gainstage._base.arrays import is_key
-from gainstage._base.tensor_file import TensorFile, written_beside
+from gainstage._base.tensor_file import TensorFile, write_tensors_to
 from gainstage._variables.types import PyTree
 from gainstage._variables.variable import Variable
 
@@ -76,16 +76,14 @@ def packed(args: Sequence[Any]) -> Packed:
     return result
 
 
-def step_file_beside(
-    path: Path, about: dict[str, Any], arguments: Packed
-) -> contextlib.AbstractContextManager[Path]:
-    """Writes a file beside its place, which the block moves there."""
+def write_step_file(path: Path, about: dict[str, Any], arguments: Packed) -> None:
+    """Writes a file."""
     arrays = {
         name: np.asarray(jax.random.key_data(x) if _is_key_array(x) else x)
         for name, x in arguments.arrays.items()
     }
     described = {"leaves": arguments.kinds, "args": arguments.args}
-    return written_beside(path, arrays, {"gainstage step": STEP_FORMAT, **about, **described})
+    write_tensors_to(path, arrays, {"gainstage step": STEP_FORMAT, **about, **described})
 
 
 def description(path: Path) -> dict[str, Any]:
@@ -120,7 +118,7 @@ def read_step_file(
         raise StepFileError(
             f"Expected at most {len(about['args'])} arguments in {option}; got {len(like)}."
         )
-    with _explained(path):
+    with _read_as_step(path):
         values: list[dict[str, Any]] = [{} for _ in about["args"]]
         for name, kind in about["leaves"].items():
             number, _, path_in_it = name.partition("/")
@@ -158,7 +156,7 @@ def _opened(path: Path) -> TensorFile:
             f"Expected a step file of format {STEP_FORMAT} at {path}; got format {form!r}. Read "
             f"it with the gainstage that wrote it, {about.get('versions')}."
         )
-    with _explained(path):
+    with _read_as_step(path):
         for name, kind in (("versions", str), ("settings", object)):
             values = about.get(name)
             if not (isinstance(values, dict) and all(isinstance(v, kind) for v in values.values())):
@@ -175,7 +173,7 @@ def _opened(path: Path) -> TensorFile:
 
 
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _read_as_step(path: Path) -> Iterator[None]:
     """Says which file it is that holds something impossible."""
     try:
         yield

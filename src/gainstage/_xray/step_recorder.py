@@ -1,11 +1,12 @@
 """Files from which a bad step can be repeated, and what writes them during a run."""
 
+import contextlib
 import itertools
 import math
 import platform
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import gainstage
 from gainstage._base import checks
 from gainstage._base.importing import check_not_importing
 from gainstage._base.signals import deferred_signals
-from gainstage._base.tensor_file import flush_folder
+from gainstage._base.tensor_file import replacing
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage._variables.types import PyTree
 from gainstage._xray import step_file
@@ -70,9 +71,10 @@ class StepRecorder:
     adds nothing if the loop reads each loss anyway. Saving 10 million float32 parameters takes
     0.2 s.
 
-    A file is written under another name, flushed to the disk and renamed, so a killed run leaves a
-    complete file or none. A failed write, for example on a full disk, does not stop the run: it
-    warns once and tries the next bad step. With several processes, only the first writes.
+    A file is written under a name of its own, flushed to the disk and renamed, so a killed run, or
+    two with one path, leave a complete file or none. A failed write, for example on a full disk,
+    does not stop the run: it warns once and tries the next bad step. With several processes, only
+    the first writes.
 
     Args:
         path: the latest step file, such as "bad.safetensors"; an existing one is replaced.
@@ -203,22 +205,26 @@ class StepRecorder:
         of_step = {"step": step, "scale": float(info.loss_scale), "finite": bool(info.finite)}
         about = {**of_step, "versions": versions(), "settings": settings()}
         try:
-            beside = step_file.step_file_beside(self._path, about, self._packed(args))
-            with beside as part, deferred_signals():
-                paths = [self._path, *(self._named(n) for n in range(1, self._keep))]
-                if self._count == self._keep:  # the oldest is the first
-                    paths.append(self._named("first"))
-                for newer, older in reversed([*itertools.pairwise(paths)]):
-                    if newer.exists():
-                        newer.replace(older)
-                part.replace(self._path)
-                flush_folder(self._path.parent)
-                self._count += 1
-                self._warned = False
-                return True
+            with replacing(self._path, self._rotated) as part:
+                step_file.write_step_file(part, about, self._packed(args))
+            return True
         except (OSError, MemoryError, ValueError) as error:
             self._warn(f"Step {step} could not be kept: {error}")
             return False
+
+    @contextlib.contextmanager
+    def _rotated(self) -> Iterator[None]:
+        """Gives the older files their next names, and counts the one that takes the place."""
+        with deferred_signals():
+            paths = [self._path, *(self._named(n) for n in range(1, self._keep))]
+            if self._count == self._keep:  # the oldest is the first
+                paths.append(self._named("first"))
+            for newer, older in reversed([*itertools.pairwise(paths)]):
+                with contextlib.suppress(FileNotFoundError):  # of another process by now
+                    newer.replace(older)
+            yield
+            self._count += 1
+            self._warned = False
 
     def _named(self, which: int | str) -> Path:
         return self._path.with_name(f"{self._path.stem}.{which}{self._path.suffix}")

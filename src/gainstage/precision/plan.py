@@ -3,7 +3,6 @@
 import collections
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gainstage._base import checks
-from gainstage._base.tensor_file import TensorFile
+from gainstage._base.tensor_file import TensorFile, replacing
 from gainstage._programs.code_lines import CodeLine
 from gainstage._programs.operations import PRODUCTS
 from gainstage.precision.noise_and_bias import Price
@@ -161,9 +160,8 @@ class Plan:
         Args:
             path: the file, which is replaced.
         """
-        temporary = Path(f"{path}.part")
-        temporary.write_text(self.to_json(), encoding="utf-8")
-        os.replace(temporary, path)
+        with replacing(Path(path)) as part:
+            part.write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":

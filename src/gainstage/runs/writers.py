@@ -4,6 +4,7 @@ import abc
 import atexit
 import json
 import math
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -13,6 +14,8 @@ import jax
 import numpy as np
 
 from gainstage._base import checks
+from gainstage._base._jax import Tracer
+from gainstage._base.arrays import ARRAYS
 from gainstage._base.checks import brief
 from gainstage._base.importing import check_not_importing
 from gainstage._base.signals import deferred_signals
@@ -26,10 +29,15 @@ from gainstage.training.audit import AuditResult
 
 Record = dict[str, Any]  # the step, and its numbers by name
 KEPT = 10_000  # records that are stored while they cannot be written
+RESERVED = {"run": "description of the run", "tensors": "reports"}  # what a file has by name
 _BEGAN_AGAIN = (
     "The step of {writer}.write began again at {step}, but the counts of the telemetry go on. A "
     "step that goes back replaces all later records, as after a checkpoint. Count steps over all "
     "epochs: write(epoch * steps_per_epoch + n, ...)."
+)
+_UNREAD = (
+    "Could not read {names}: {error}. All other numbers are written. If the array was donated to a "
+    "later step, let the compiled step return it, or pass float({name}), for which Python waits."
 )
 
 
@@ -40,7 +48,8 @@ class Writer(abc.ABC):
     reads those of many steps at once. With several processes, only the first writes.
 
     A failed write, for example on a full disk, does not stop the run. It warns once, and keeps up
-    to 10,000 records for the next flush.
+    to 10,000 records for the next flush. Nor does a number that cannot be read, because its array
+    was donated to a later step: a warning names it, once, and all others are written.
 
     Args:
         every: the number of steps between reads and writes, an integer >= 1.
@@ -55,6 +64,8 @@ class Writer(abc.ABC):
         self._unwritten: list[Record] = []  # read, but not written yet
         self._failed = False  # whether the last write failed
         self._told = False  # whether it has warned of steps that begin again
+        self._unread: set[str] = set()  # the numbers that it has warned of
+        self._is_closed = False
         self._first: int | None = None  # the first step of all records
         self._taken = (-1, 0)  # the last step, and the steps that its telemetry counts
         atexit.register(self.close)  # for a program that ends without it
@@ -88,10 +99,11 @@ class Writer(abc.ABC):
 
         Raises:
             TypeError: `step` is not an integer, `info` or `audit` is something else, or a number is
-                not a scalar.
-            ValueError: a number has the name `tensors`, which reports use.
+                not a scalar, or not a real number that float64 holds.
+            ValueError: a number has the name `run` or `tensors`, is beyond the range of float64, or
+                was donated; or the writer is closed.
         """
-        check_not_importing()
+        self._check_open()
         if not isinstance(info, StepInfo | None):
             raise TypeError(
                 f"Expected state.info, or what gainstage.diagnostics.telemetry returned, for info; "
@@ -103,38 +115,23 @@ class Writer(abc.ABC):
                 f"{brief(repr(audit))}."
             )
         numbers = {**({} if info is None else info._asdict()), **numbers}
-        if "tensors" in numbers:
+        for name in numbers.keys() & RESERVED.keys():
             raise ValueError(
-                f"The name 'tensors' is reserved for reports; got tensors={numbers['tensors']!r}."
+                f"The name {name!r} is reserved for the {RESERVED[name]}; got {name}="
+                f"{brief(numbers[name])}."
             )
-        record = {name: _current_number(name, number) for name, number in numbers.items()}
-        record |= {} if audit is None else {"audit": audit}
-        self._waiting.append({"step": checks.integer("step", step, low=0, high=2**53), **record})
+        record = {"step": _checked_step(step)}
+        record |= {name: _current_number(name, number) for name, number in numbers.items()}
+        self._waiting.append(record | ({} if audit is None else {"audit": audit}))
         if len(self._waiting) >= self.every:
             self.flush()
 
     def flush(self) -> None:
-        """Writes all recorded numbers.
-
-        Raises:
-            ValueError: the array of a number was donated to a later step.
-        """
+        """Writes all recorded numbers, but for those whose array was donated."""
         waiting = [] if jax.process_index() else self._waiting
-        dead = [
-            name
-            for record in waiting
-            for name, number in record.items()
-            if isinstance(number, jax.Array) and number.is_deleted()
-        ]
-        if dead:
-            self._waiting = []
-            raise ValueError(
-                f"{dead[0]} was donated to a later step before it was read. Let the compiled step "
-                f"return it, or pass float({dead[0]}), for which Python waits."
-            )
-        read = jax.device_get(waiting)  # may be interrupted: `self._waiting` is still there
+        read, errors = _read(waiting)  # may be interrupted: `self._waiting` is still there
         pairs = zip(waiting, read, strict=True)
-        records = [_plain_record({n: numbers[n] for n in record}) for record, numbers in pairs]
+        records = [_plain_record({n: found[n] for n in old if n in found}) for old, found in pairs]
         again = [record["step"] for record in records if self._begins_again(record)]
         with deferred_signals():
             self._waiting = []
@@ -142,6 +139,18 @@ class Writer(abc.ABC):
         if again and not self._told:
             self._told = True
             warn(_BEGAN_AGAIN.format(writer=type(self).__name__, step=again[0]))
+        new = {name: error for name, error in errors.items() if name not in self._unread}
+        self._unread |= new.keys()
+        if new:
+            name = next(iter(new))
+            warn(_UNREAD.format(names=", ".join(new), name=name, error=str(new[name]).rstrip(".")))
+
+    def _check_open(self) -> None:
+        check_not_importing()
+        if self._is_closed:
+            raise ValueError(
+                f"{type(self).__name__} is closed. Create a new one, or close it later."
+            )
 
     def _begins_again(self, record: Record) -> bool:
         """Whether a record has the first step again, although the run goes on."""
@@ -174,8 +183,9 @@ class Writer(abc.ABC):
 
         Python calls it when it exits, if nobody has.
         """
-        atexit.unregister(self.close)
         self.flush()
+        atexit.unregister(self.close)
+        self._is_closed = True
         lost, self._unwritten = len(self._unwritten), []
         if lost:
             records = f"{lost} record{'s' * (lost > 1)}"
@@ -247,7 +257,8 @@ class JsonLines(Writer):
             step: the last step that the report covers, as for `write`.
             report: the result of `gainstage.diagnostics.report`.
         """
-        step = checks.integer("step", step, low=0, high=2**53)
+        self._check_open()
+        step = _checked_step(step)
         self.flush()
         if jax.process_index():
             return
@@ -274,6 +285,22 @@ class JsonLines(Writer):
         self._torn, self._header = False, None
 
 
+def _read(waiting: list[Record]) -> tuple[list[Record], dict[str, RuntimeError]]:
+    """The records from the device without the numbers that cannot be read, and why, by name."""
+    try:
+        return jax.device_get(waiting), {}
+    except RuntimeError:  # an array was donated, or the computation of one failed
+        read, errors = list[Record](), dict[str, RuntimeError]()
+    for record in waiting:
+        read.append({})
+        for name, number in record.items():
+            try:
+                read[-1][name] = jax.device_get(number)
+            except RuntimeError as error:
+                errors.setdefault(name, error)
+    return read, errors
+
+
 def _plain_record(record: Record) -> Record:
     """A record as Python numbers; an audit is several."""
     audit = record.pop("audit", None)
@@ -281,13 +308,30 @@ def _plain_record(record: Record) -> Record:
     return numbers | ({} if audit is None else audit.record())
 
 
+def _checked_step(step: Any) -> int:
+    return checks.integer("step", _current_number("step", step), low=0, high=2**53)
+
+
 def _current_number(name: str, number: Any) -> Any:
-    """A number at its current value, which may not be ready yet."""
+    """A number at its current value, which may not be ready yet, if a file can hold it."""
     number = number.value() if isinstance(number, Variable) else number
-    if not isinstance(number, (bool, int, float, np.generic, np.ndarray, jax.Array)):
-        raise TypeError(f"Expected a number for {name}; got {number!r}.")
+    if isinstance(number, Tracer):
+        raise TypeError(f"{name} has no value while it is traced. Return it, and write the result.")
+    if isinstance(number, jax.Array) and number.is_deleted():
+        raise ValueError(
+            f"{name} was donated to a step. Write it before, or let the step return it."
+        )
     if shape := getattr(number, "shape", ()):
         raise TypeError(f"Expected a scalar for {name}; got shape {shape}.")
+    kind = number.dtype if isinstance(number, ARRAYS) else type(number).__name__
+    is_real = isinstance(kind, np.dtype) and np.can_cast(kind, np.float64)
+    if not is_real and not isinstance(number, (bool, int, float)):
+        raise TypeError(f"Expected a number for {name}; got {brief(number)}, a {kind}.")
+    if isinstance(number, int) and abs(number) > sys.float_info.max:
+        raise ValueError(
+            f"Expected a number for {name} that float64 holds; got one of {number.bit_length()} "
+            f"bits."
+        )
     return number.item() if isinstance(number, (np.generic, np.ndarray)) else number
 
 
