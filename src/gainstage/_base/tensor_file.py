@@ -129,6 +129,10 @@ class Entry(NamedTuple):
     start: int  # its first byte in the file
 
 
+class TensorFileError(ValueError):
+    """A file that is not what it should be, was damaged, or cannot be read here."""
+
+
 class TensorFile:
     """A file that `write_tensors` has written. Its arrays are read one by one, and their checksums
     are compared.
@@ -191,8 +195,8 @@ class TensorFile:
             raise self._refused(f"in which {name!r} is not of dtype {other!r}")
         return Entry(stored[:-1], dtype, start)
 
-    def _refused(self, what: str) -> ValueError:
-        return ValueError(
+    def _refused(self, what: str) -> TensorFileError:
+        return TensorFileError(
             f"Expected a file that {self._writer} has written; got {str(self._path)!r}, {what}."
         )
 

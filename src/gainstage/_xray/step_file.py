@@ -16,7 +16,7 @@ import numpy as np
 from gainstage._base import checks
 from gainstage._base._jax import Tracer
 from gainstage._base.arrays import is_key
-from gainstage._base.tensor_file import TensorFile, write_tensors_to
+from gainstage._base.tensor_file import TensorFile, TensorFileError, write_tensors_to
 from gainstage._variables.types import PyTree
 from gainstage._variables.variable import Variable
 
@@ -31,10 +31,6 @@ HOW_TO_PASS = {
 }
 # What a description that no run has written makes of the code that reads it.
 _DAMAGE = ValueError, TypeError, LookupError, AttributeError, RuntimeError, MemoryError
-
-
-class StepFileError(ValueError):
-    """A file that is not a complete step file, or that cannot be read here."""
 
 
 class Packed(NamedTuple):
@@ -115,7 +111,7 @@ def read_step_file(
     file = _opened(path)
     about = file.facts
     if len(like) > len(about["args"]):
-        raise StepFileError(
+        raise TensorFileError(
             f"Expected at most {len(about['args'])} arguments in {option}; got {len(like)}."
         )
     with _read_as_step(path):
@@ -136,7 +132,7 @@ def _opened(path: Path) -> TensorFile:
     """The file, whose description is one of a step.
 
     Raises:
-        StepFileError: it is no such file, or was damaged.
+        TensorFileError: it is no such file, or was damaged.
     """
     try:
         file = TensorFile(path, STEP_WRITER)
@@ -144,15 +140,15 @@ def _opened(path: Path) -> TensorFile:
         with path.open("rb") as opened:
             is_record = opened.read(1) == b"{"
         run = f" If it is a recorded run, write: gainstage report {path}" * is_record
-        raise StepFileError(f"{error}{run}") from error
+        raise TensorFileError(f"{error}{run}") from error
     about = file.facts
     if "gainstage step" not in about:
-        raise StepFileError(
+        raise TensorFileError(
             f"Expected a file that {STEP_WRITER} has written; got {str(path)!r}, which has no step."
         )
     form = about["gainstage step"]
     if type(form) is not int or form != STEP_FORMAT:
-        raise StepFileError(
+        raise TensorFileError(
             f"Expected a step file of format {STEP_FORMAT} at {path}; got format {form!r}. Read "
             f"it with the gainstage that wrote it, {about.get('versions')}."
         )
@@ -177,10 +173,10 @@ def _read_as_step(path: Path) -> Iterator[None]:
     """Says which file it is that holds something impossible."""
     try:
         yield
-    except StepFileError:
+    except TensorFileError:
         raise
     except _DAMAGE as error:
-        raise StepFileError(
+        raise TensorFileError(
             f"Expected a step file as {STEP_WRITER} writes it at {path}; got one that was changed "
             f"or damaged ({error}). Copy the file of the run again."
         ) from error
@@ -193,7 +189,7 @@ def _rebuilt(number: int, arg: dict[str, Any], values: dict[str, Any], option: s
         return _with_values(_template(arg["tree"]), values)
     names = ", ".join(list(values)[:3]) + ", ..." * (len(values) > 3)
     missing = "like=" if option == "like" else option
-    raise StepFileError(
+    raise TensorFileError(
         f"Expected {missing} for argument {number}, a {arg['type']} with "
         f"{other or 'the leaves ' + names}; got none. A step file stores arrays and numbers in "
         f"lists, tuples and dictionaries with strings as keys: {HOW_TO_PASS[option]}."
@@ -248,7 +244,7 @@ def _filled(number: int, values: dict[str, Any], like: PyTree, option: str) -> P
     if wanted != names:
         missing = [name for name in wanted if name not in names]
         unknown = [name for name in names if name not in wanted]
-        raise StepFileError(
+        raise TensorFileError(
             f"Expected {len(wanted)} leaves in {option} for argument {number}; got "
             f"{len(names)}, with {missing[:3] or 'none'} missing and {unknown[:3] or 'none'} "
             f"unknown. Create it as the run did."
@@ -257,7 +253,7 @@ def _filled(number: int, values: dict[str, Any], like: PyTree, option: str) -> P
     for (name, value), (_, leaf) in zip(values.items(), template, strict=True):
         shape, ours = getattr(value, "shape", None), getattr(leaf, "shape", None)
         if shape is not None and ours is not None and shape != tuple(ours):
-            raise StepFileError(
+            raise TensorFileError(
                 f"Expected shape {shape} in {option} for {name} of argument {number}; got "
                 f"{tuple(ours)}. Create it as the run did."
             )
@@ -324,7 +320,7 @@ def _restored(file: TensorFile, name: str, kind: str) -> Any:
     if kind not in ("jax", "weak"):
         raise ValueError(f"{kind!r} in the place of a kind of array")
     if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-        raise StepFileError(
+        raise TensorFileError(
             f"Expected jax_enable_x64, with which the step file's {array.dtype} was made; got "
             f'False. Call jax.config.update("jax_enable_x64", True) first.'
         )

@@ -148,7 +148,7 @@ class Plan:
             predicted, measured = (_price(content[name]) for name in ("predicted", "measured"))
             rows = [_operation(row) for row in content["operations"]]
             return cls(dtype, rows, predicted, measured, **_numbers_in(content, ["left"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"Expected a plan of version {VERSION} that Plan.to_json returned; "
                 f"got {checks.brief(error)}."
