@@ -216,8 +216,9 @@ def test_json_lines_come_back(tmp_path):
         run.write(0, info(), loss=0.5)
         run.write(1, info(False, 4.0, 1, np.inf))
     lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
-    assert ["run" in line for line in lines] == [True, False, False]
-    assert lines[2]["grad_norm"] == "inf"
+    assert ["run" in line for line in lines] == [True, False]
+    assert lines[0]["loss"] == 0.5
+    assert lines[1]["grad_norm"] == "inf"
     back = read_run(path)
     np.testing.assert_array_equal(back.steps, [0, 1])
     np.testing.assert_array_equal(back.get("loss"), [0.5, np.nan])
@@ -264,7 +265,7 @@ def test_what_a_report_says_of_tensors_comes_back(tmp_path):
         run.write(1, loss=2.0)
         run.write_report(1, Told(a=KNOWN | SHARES, b=KNOWN | {"headroom": np.float32(np.inf)}))
     lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
-    assert ["tensors" in line for line in lines[1:]] == [False, True, False, True]
+    assert ["tensors" in line for line in lines] == [False, True, False, True]
     back = read_run(path)
     assert back.tensors == {"a": KNOWN | SHARES, "b": KNOWN | {"headroom": np.inf}}
     assert list(back.get("loss")) == [1.0, 2.0]
@@ -372,7 +373,7 @@ with JsonLines(sys.argv[1], every=3) as run:
                 run.write(10_000 + opened, loss=2.0)
             opened += 1
     assert other.returncode == 0
-    losses = [json.loads(line).get("loss") for line in path.read_text().splitlines()]
+    losses = [json.loads(line)["loss"] for line in path.read_text().splitlines()]
     assert (losses.count(1.0), losses.count(2.0)) == (5000, opened)
 
 

@@ -29,7 +29,7 @@ class Run(NamedTuple):
     numbers: dict[str, np.ndarray]  # float64, by name
     tensors: Mapping[str, dict[str, float]] = NOTHING  # the reported numbers of each tensor
     gaps: Mapping[str, np.ndarray] = NOTHING  # bool, by name: the steps without such a number
-    made: Mapping[str, Any] = NOTHING  # the first line: "rule", "dtypes", "versions"
+    made: Mapping[str, Any] = NOTHING  # the description: "rule", "dtypes", "versions"
     audited: Mapping[int, str] = MappingProxyType({})  # the worst tensor of each audit, by its step
 
     def get(self, name: str) -> np.ndarray:
@@ -62,9 +62,8 @@ def read_run(path: str | Path) -> Run:
     Two records of one step in a row, with different names, are one. Else, if a step is recorded
     twice, as after a return to a checkpoint, the last record counts, and earlier records of later
     steps are dropped. Of the lines of `JsonLines.write_report` the last counts. So does the last
-    line that describes the run, one per start; files without such a line are read too. A line that
-    a killed process or a failed write left incomplete is skipped, with a warning unless it is the
-    last.
+    description of the run, one per start; files without one are read too. A line that a killed
+    process or a failed write left incomplete is skipped, with a warning unless it is the last.
 
     Args:
         path: the file.
@@ -140,10 +139,11 @@ def _records(
             if isinstance(step, bool) or not 0 <= step < 2**63 or step != int(step):
                 raise ValueError(step)
             if isinstance(record.get("run"), dict):
-                said = checked_header(record["run"])
+                said = checked_header(record.pop("run"))
                 made.clear()
                 made.update(said)
-                continue
+                if not record:  # a line of its own, in files of the first version
+                    continue
             tensors = _tensors(record.pop("tensors")) if "tensors" in record else None
             if isinstance(record.get("audit_tensor"), str):
                 audited[int(step)] = record.pop("audit_tensor")

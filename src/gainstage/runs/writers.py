@@ -207,9 +207,9 @@ class JsonLines(Writer):
     """Appends one JSON object per step to a file, for `gainstage report` or any other reader.
 
     JSON has no infinity and no NaN: they are written as the strings "inf", "-inf" and "nan". The
-    first line, also after each restart, describes the run: its `rule`, the `dtypes` of its
-    parameters, and the `versions` of Gainstage and JAX, with the `device`. The first step, and the
-    last of each write, have `written_at`: seconds since 1970.
+    first record, also after each restart, has `run`, which describes the run: its `rule`, the
+    `dtypes` of its parameters, and the `versions` of Gainstage and JAX, with the `device`. The
+    first step, and the last of each write, have `written_at`: seconds since 1970.
 
     A file only grows: all lines of a flush are appended by one write, so two processes with one
     file on a local disk keep all of their lines, except on Windows. What a killed process left of
@@ -280,9 +280,9 @@ class JsonLines(Writer):
             steps[0].setdefault("written_at", round(self._started, 3))
         if steps:
             steps[-1].setdefault("written_at", round(time.time(), 3))
-        lines = [json.dumps({k: _in_json(v) for k, v in r.items()}) for r in records]
         if self._header is not None:
-            lines.insert(0, json.dumps({"step": records[0]["step"], "run": self._header}))
+            records[0] = {"step": records[0]["step"], "run": self._header, **records[0]}
+        lines = [json.dumps({k: _in_json(v) for k, v in r.items()}) for r in records]
         _append("".join(f"{line}\n" for line in lines).encode(), self._path)
         self._header = None
 
