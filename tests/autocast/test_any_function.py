@@ -549,3 +549,20 @@ def test_a_plan_measures_what_a_rounded_number_costs(dtype):
     found = jax.jit(jax.grad(gs.autocast(discounted, plan)))(w)
     assert jnp.linalg.norm(found - exact) <= 0.006 * jnp.linalg.norm(exact)
     assert any(row.dtype == dtype for row in plan.operations)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_complex_constants_keep_both_parts(dtype):
+    """Arrays and numbers that are complex, behind a product, are neither rounded nor cut to their
+    real part with a warning."""
+    x, w = (jax.random.normal(jax.random.key(i), (16, 16)) for i in range(2))
+    turns = np.exp(1j * np.linspace(0, 3, 16)).astype(np.complex64)
+
+    def turned(w):
+        waves = jnp.fft.fft(x @ w) * turns + (1 + 2j)
+        return jnp.mean(jnp.abs(waves * np.complex64(2j) + waves @ np.outer(turns, turns)))
+
+    value, exact = jax.jit(jax.value_and_grad(turned))(w)
+    found, grads = jax.jit(jax.value_and_grad(gs.autocast(turned, dtype)))(w)
+    assert found == pytest.approx(value, rel=0.01)
+    assert jnp.linalg.norm(grads - exact) <= 0.02 * jnp.linalg.norm(exact)

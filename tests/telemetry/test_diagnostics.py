@@ -215,8 +215,9 @@ def test_json_lines_come_back(tmp_path):
         run.write(0, info(), loss=0.5)
         run.write(1, info(False, 4.0, 1, np.inf))
     lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
-    assert ["run" in line for line in lines] == [True, False, False]
-    assert lines[2]["grad_norm"] == "inf"
+    assert ["run" in line for line in lines] == [True, False]
+    assert lines[0]["loss"] == 0.5
+    assert lines[1]["grad_norm"] == "inf"
     back = read_run(path)
     np.testing.assert_array_equal(back.steps, [0, 1])
     np.testing.assert_array_equal(back.get("loss"), [0.5, np.nan])
@@ -235,9 +236,10 @@ def test_a_run_that_went_back_counts_as_it_went_on(tmp_path):
         file.write('{"step": 3, "lo')
     run = read_run(path)
     assert (list(run.steps), list(run.get("loss"))) == ([0, 1, 2], [1.0, 2.0, 2.0])
-    with JsonLines(path) as run:  # and written over
+    with JsonLines(path) as run:
         run.write(3, loss=3.0)
-    assert list(read_run(path).get("loss")) == [1.0, 2.0, 2.0, 3.0]
+    with pytest.warns(UserWarning, match=r"Skipped 1 line .* killed process has not ended"):
+        assert list(read_run(path).get("loss")) == [1.0, 2.0, 2.0, 3.0]
 
 
 def test_two_writes_for_one_step_are_one_record(tmp_path):
@@ -262,7 +264,7 @@ def test_what_a_report_says_of_tensors_comes_back(tmp_path):
         run.write(1, loss=2.0)
         run.write_report(1, Told(a=KNOWN | SHARES, b=KNOWN | {"headroom": np.float32(np.inf)}))
     lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
-    assert ["tensors" in line for line in lines[1:]] == [False, True, False, True]
+    assert ["tensors" in line for line in lines] == [False, True, False, True]
     back = read_run(path)
     assert back.tensors == {"a": KNOWN | SHARES, "b": KNOWN | {"headroom": np.inf}}
     assert list(back.get("loss")) == [1.0, 2.0]
@@ -328,12 +330,63 @@ def test_a_full_disk_loses_no_record_and_stops_no_run(tmp_path, recwarn):
 
 
 def test_a_torn_line_hides_only_itself(tmp_path):
-    """A line that a failed write has left glued to the next is skipped, with a warning."""
+    """A line that a failed write has left is skipped, with a warning, as is one that is glued to
+    it; an empty line is no record."""
     path = tmp_path / "run.jsonl"
-    lines = ['{"step": 0, "a": 1}', '{"ste{"step": 2, "a": 1}', '{"step": 3, "a": 1}', '{"st', ""]
+    lines = ['{"st', '{"step": 0, "a": 1}', '{"ste{"step": 2, "a": 1}', "", '{"step": 3}', '{"st']
     path.write_text("\n".join(lines))
-    with pytest.warns(UserWarning, match=r"Skipped 2 lines of .*, the first of them line 2\."):
+    with pytest.warns(UserWarning, match=r"Skipped 2 lines of .*, the first of them line 1\."):
         assert list(read_run(path).steps) == [0, 3]
+
+
+def test_a_line_that_another_process_has_not_finished_yet_is_kept(tmp_path):
+    """A writer that opens the file meanwhile removes nothing, and neither loses a record."""
+    path = tmp_path / "run.jsonl"
+    with path.open("ab", buffering=0) as other:
+        other.write(b'{"step": 0, "loss": 1.0}\n{"step": 1, "lo')
+        run = JsonLines(path)
+        other.write(b'ss": 2.0}\n')
+        run.write(2, loss=3.0)
+        run.close()
+        other.write(b'{"step": 3, "loss": 4.0}\n')
+    assert read_run(path).get("loss").tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_two_writers_of_one_file_lose_no_line(tmp_path):
+    """While one process appends, others open the file and append to it too: each line is whole."""
+    path = tmp_path / "run.jsonl"
+    code = """
+import sys
+from gainstage.diagnostics import JsonLines
+with JsonLines(sys.argv[1], every=3) as run:
+    print("ready", flush=True)
+    for step in range(5000):
+        run.write(step, loss=1.0)
+"""
+    words = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        opened = 0
+        while other.poll() is None:
+            with JsonLines(path) as run:
+                run.write(10_000 + opened, loss=2.0)
+            opened += 1
+    assert other.returncode == 0
+    losses = [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+    assert (losses.count(1.0), losses.count(2.0)) == (5000, opened)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has it")
+def test_records_go_to_a_file_that_cannot_be_read_back():
+    """A device, such as /dev/null, takes all records."""
+    with JsonLines("/dev/null", every=1) as run:
+        run.write(0, loss=1.0)
+    with JsonLines("/dev/full") as run:  # reading it would never end
+        run.write(0, loss=1.0)
+        with pytest.warns(UserWarning, match="could not write .*No space left"):
+            run.flush()
+        with pytest.warns(UserWarning, match="1 record could not be written"):
+            run.close()
 
 
 def test_a_writer_that_fails_for_long_keeps_the_last_records(monkeypatch):
@@ -394,7 +447,7 @@ def test_a_variable_is_written_as_it_is_then():
 @pytest.mark.parametrize(
     "text", ["", "\n", "[]\n", "7\n", "{}\n", '{"step": 1.5}\n', '{"step": true}\n',
              '{"step": -1}\n', '{"step": 0, "loss": "high"}\n', '{"step": 0, "loss": null}\n',
-             '{"step": 1e999}\n', '{"step": "1"}\n', '{"st\n{"step": 0}\n', "[" * 9000 + "\n",
+             '{"step": 1e999}\n', '{"step": "1"}\n', '{"sp\n{"step": 0}\n', "[" * 9000 + "\n",
              '{"step": 0, "tensors": {}}\n', '{"step": 0, "tensors": 3}\n',
              '{"step": 0, "tensors": {"a": []}}\n', '{"step": 0, "tensors": {"a": {}}}\n',
              *(json.dumps({"step": 0, "tensors": {"a": KNOWN | wrong}}) + "\n" for wrong in
@@ -1029,14 +1082,29 @@ def test_files_of_something_else_are_left_as_they_are(text, tmp_path):
     assert path.read_text() == text
 
 
-@pytest.mark.parametrize("rest", ["", "{", '{"st', '{"step": 1, "lo', '{"step": 1}'])
+@pytest.mark.parametrize("rest", ["", '{"step": 1}'])
 def test_recordings_are_gone_on_with(rest, tmp_path):
-    """A line that a killed process has left unfinished is dropped, one that it finished is not."""
+    """Records are appended, also after a line that a killed process has written but not ended."""
     path = tmp_path / "run.jsonl"
     path.write_text('{"step": 0, "loss": 1.0}\n' + rest)
     with JsonLines(path) as run:
         run.write(2, loss=3.0)
-    assert read_run(path).steps.tolist() == ([0, 1, 2] if rest.endswith("}") else [0, 2])
+    assert read_run(path).steps.tolist() == ([0, 1, 2] if rest else [0, 2])
+
+
+@pytest.mark.parametrize("before", ["", '{"step": 0, "loss": 1.0}\n'])
+@pytest.mark.parametrize("rest", ["{", '{"st', '{"step": 1, "lo'])
+def test_a_line_that_a_killed_process_left_is_skipped(rest, before, tmp_path):
+    """Nothing is removed from the file; the part of a line is ended, and reading says so. A third
+    start goes on too."""
+    path = tmp_path / "run.jsonl"
+    path.write_text(before + rest)
+    for step in (2, 3):
+        with JsonLines(path) as run:
+            run.write(step, loss=3.0)
+    assert path.read_text().startswith(f"{before}{rest}\n")
+    with pytest.warns(UserWarning, match=f"Skipped 1 line .* line {len(before.splitlines()) + 1}"):
+        assert read_run(path).steps.tolist() == [0, 2, 3][not before :]
 
 
 @pytest.mark.parametrize("name", ["tensors", "run"])

@@ -1,4 +1,4 @@
-"""The first line of a recording: what it was made with."""
+"""The description of a run in its recording: what it was made with."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_dtypes_and_versions_are_written(tmp_path):
 
 
 def test_a_restart_says_it_again(tmp_path):
-    """Each start writes a line of its own before its first step, and the last one counts."""
+    """The first record of each start has a description, and the last one counts."""
     path = tmp_path / "run.jsonl"
     for start, rule in enumerate((gs.DynamicLossScale(), gs.AdaptiveLossScale())):
         with JsonLines(path, every=1, rule=rule) as run:
@@ -69,7 +69,7 @@ def test_a_restart_says_it_again(tmp_path):
 
 
 def test_a_recording_without_that_line_is_read(tmp_path):
-    """Files of older versions have no such line, and may have a number of its name."""
+    """Files may have no description, and a number of its name."""
     path = tmp_path / "run.jsonl"
     path.write_text('{"step": 0, "run": 7}\n')
     back = read_run(path)
@@ -80,6 +80,28 @@ def test_nothing_is_written_before_the_first_step(tmp_path):
     """A run that ends before its first step leaves an empty file."""
     JsonLines(tmp_path / "run.jsonl", rule=gs.DynamicLossScale()).close()
     assert (tmp_path / "run.jsonl").read_text() == ""
+
+
+def test_the_first_line_has_the_numbers_of_the_first_step(tmp_path):
+    """The description is a part of the first record, so each line has its numbers."""
+    with JsonLines(tmp_path / "run.jsonl", rule=gs.DynamicLossScale()) as run:
+        run.write(3, loss=0.5)
+    (line,) = (tmp_path / "run.jsonl").read_text().splitlines()
+    first = json.loads(line)
+    assert (first["step"], first["loss"]) == (3, 0.5)
+    assert first["run"]["rule"] == "DynamicLossScale()"
+    assert list(read_run(tmp_path / "run.jsonl").get("loss")) == [0.5]
+
+
+def test_a_description_in_a_line_of_its_own_is_read(tmp_path):
+    """Version 0.1 wrote it before the first step."""
+    path = tmp_path / "run.jsonl"
+    path.write_text(
+        '{"step": 0, "run": {"rule": "DynamicLossScale()"}}\n{"step": 0, "loss": 1.0}\n'
+    )
+    back = read_run(path)
+    assert (back.rule, back.steps.tolist()) == (gs.DynamicLossScale(), [0])
+    assert back.has("loss").tolist() == [True]
 
 
 @pytest.mark.parametrize(

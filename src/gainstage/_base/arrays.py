@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.typing import ArrayLike
 
 # What JAX raises if Python asks for the value of an array that is traced.
 NOT_TRACED = (
@@ -17,6 +18,7 @@ NOT_TRACED = (
     jax.errors.TracerIntegerConversionError,
 )
 ARRAYS = (jax.Array, np.ndarray, np.generic)  # the classes of arrays
+LARGEST_COUNT = 2**31 - 1  # the largest int32
 _ARRAY = object()  # marks the place of an array
 
 
@@ -145,3 +147,8 @@ def unshared(donated: Iterable[Any], others: Iterable[Any]) -> list[Any]:
         free.append(array if taken.isdisjoint(own) else jnp.copy(array))
         taken.update(own)
     return free
+
+
+def one_more(count: ArrayLike | None, limit: int = LARGEST_COUNT) -> jax.Array:
+    """The count plus one, at most `limit`: a loaded count may be any int32."""
+    return jnp.minimum(jnp.maximum(jnp.asarray(count), 0), limit - 1) + 1

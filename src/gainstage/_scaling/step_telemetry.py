@@ -9,6 +9,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from gainstage._base import checks
+from gainstage._base.arrays import LARGEST_COUNT, one_more
 from gainstage._scaling.exponents import (
     BINS,
     NEVER,
@@ -111,7 +112,8 @@ def observed(
         is_local: as for `measure`.
     """
     info = before.info
-    step = info.applied_steps + info.skipped_steps
+    step = info.applied_steps
+    step += jnp.minimum(info.skipped_steps, LARGEST_COUNT - step)
     scale = jnp.asarray(scale, jnp.float32)
     largest = max_abs
     if largest is None:
@@ -128,9 +130,9 @@ def observed(
     new = StepInfo(
         finite=finite,
         loss_scale=jnp.float32(loss_scale),
-        skipped_steps=info.skipped_steps + jnp.where(applied, 0, 1).astype(jnp.int32),
+        skipped_steps=jnp.where(applied, info.skipped_steps, one_more(info.skipped_steps)),
         grad_norm=norm.astype(jnp.float32),
-        applied_steps=info.applied_steps + jnp.where(applied, 1, 0).astype(jnp.int32),
+        applied_steps=jnp.where(applied, one_more(info.applied_steps), info.applied_steps),
         max_abs=largest,
         applied=applied,
         retried_steps=jnp.asarray(info.retried_steps),
@@ -193,5 +195,7 @@ def _more_causes(
     inf, nan, first, last = causes.T
     first = jnp.where(hit & (first < 0), step, first)
     last = jnp.where(hit, step, last)
-    more_inf, more_nan = found.astype(jnp.int32).T
-    return jnp.stack([inf + more_inf, nan + more_nan, first, last], axis=1)
+    more_inf, more_nan = found.T
+    inf = jnp.where(more_inf, one_more(inf), inf)
+    nan = jnp.where(more_nan, one_more(nan), nan)
+    return jnp.stack([inf, nan, first, last], axis=1)

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self, Unpack, overload
 import jax
 
 from gainstage._base import checks
+from gainstage._base.arrays import one_more
 from gainstage._base.configurable import description_of, object_from
 from gainstage._base.warn import warn
 from gainstage._scaling.finite_check import all_finite
@@ -348,7 +349,7 @@ class LossScaleOptimizer(Optimizer):
         step = self._inner._make_step(inputs.loss)
         new, applied = step.scaled(self._scale_store.scaled_step, state, inputs)
         if self._conventions.counts_skipped_steps and not self.gradient_accumulation_steps:
-            steps = state.step_state.steps + 1
+            steps = one_more(state.step_state.steps)
             new = new._replace(step_state=new.step_state._replace(steps=steps))
         return _marked(new, "new"), applied
 

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._base import checks
+from gainstage._base.arrays import one_more
 from gainstage._base.checks import LARGEST, LARGEST_FLOAT16
 from gainstage._variables.types import Flag
-from gainstage.rules.loss_scale import LossScale, one_more, set_field, set_scales
+from gainstage.rules.loss_scale import LossScale, set_field, set_scales
 from gainstage.rules.other_names import explains_arguments
 
 PROBED = -12  # bits: how far an overflow lowers the scale before any gradient is known

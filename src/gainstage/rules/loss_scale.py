@@ -12,10 +12,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from gainstage._base import checks
-from gainstage._base.arrays import strong
+from gainstage._base.arrays import one_more, strong
 from gainstage._base.checks import LARGEST, SMALLEST
 from gainstage._base.configurable import Fields
 from gainstage._variables.types import Flag, RuleState
@@ -251,11 +250,6 @@ class DynamicLossScale(LossScale):
             good_steps=jnp.where(grow, 0, good_steps),
             bad_steps=None if bad_steps is None else jnp.where(lower, 0, bad_steps),
         )
-
-
-def one_more(count: ArrayLike | None, limit: int) -> jax.Array:
-    """The count plus one, at most `limit`: a loaded count may be any int32."""
-    return jnp.clip(jnp.asarray(count), 0, limit - 1) + 1
 
 
 def start(rule: LossScale) -> RuleState:

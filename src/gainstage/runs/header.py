@@ -1,4 +1,4 @@
-"""The first line of a recording: rule, dtypes of the parameters, versions and devices."""
+"""The description of a run in its recording: rule, dtypes of the parameters, versions, devices."""
 
 import ast
 import dataclasses
@@ -17,7 +17,7 @@ LONGEST_RULE = 1000  # characters of a rule in a file
 
 
 def header(rule: LossScale | None, params: Any) -> dict[str, Any]:
-    """Returns the description of a run for the first line of its recording.
+    """Returns the description of a run for the first record of its recording.
 
     Args:
         rule: the rule of the run, if it is known.

@@ -16,6 +16,7 @@ from gainstage.rules.loss_scale import LossScale
 from gainstage.runs.header import checked_header, rule_of
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+START = '{"step": '  # of each line
 WRONG = (ValueError, TypeError, RecursionError)  # the errors of `json` on other text
 
 Tensors = dict[str, dict[str, float]]
@@ -28,7 +29,7 @@ class Run(NamedTuple):
     numbers: dict[str, np.ndarray]  # float64, by name
     tensors: Mapping[str, dict[str, float]] = NOTHING  # the reported numbers of each tensor
     gaps: Mapping[str, np.ndarray] = NOTHING  # bool, by name: the steps without such a number
-    made: Mapping[str, Any] = NOTHING  # the first line: "rule", "dtypes", "versions"
+    made: Mapping[str, Any] = NOTHING  # the description: "rule", "dtypes", "versions"
     audited: Mapping[int, str] = MappingProxyType({})  # the worst tensor of each audit, by its step
 
     def get(self, name: str) -> np.ndarray:
@@ -60,10 +61,9 @@ def read_run(path: str | Path) -> Run:
 
     Two records of one step in a row, with different names, are one. Else, if a step is recorded
     twice, as after a return to a checkpoint, the last record counts, and earlier records of later
-    steps are dropped. Of the lines of `JsonLines.write_report` the last
-    counts. So does the last line that describes the run, one per start; files without such a line
-    are read too. A line that a killed process or a failed write left incomplete is skipped, with a
-    warning unless it is the last.
+    steps are dropped. Of the lines of `JsonLines.write_report` the last counts. So does the last
+    description of the run, one per start; files without one are read too. A line that a killed
+    process or a failed write left incomplete is skipped, with a warning unless it is the last.
 
     Args:
         path: the file.
@@ -100,8 +100,8 @@ def read_run(path: str | Path) -> Run:
         )
     if torn:
         warnings.warn(
-            f"Skipped {len(torn)} line{'s' * (len(torn) > 1)} of {path} that a failed write has "
-            f"not ended, the first of them line {torn[0]}.",
+            f"Skipped {len(torn)} line{'s' * (len(torn) > 1)} of {path} that a failed write or a "
+            f"killed process has not ended, the first of them line {torn[0]}.",
             stacklevel=2,
         )
     names = dict.fromkeys(name for record in records for name in record)
@@ -131,23 +131,26 @@ def _records(
     if last:
         lines += [last] if _is_json(last) else []
     for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
         try:
             record = json.loads(line)
             step = record.pop("step")
             if isinstance(step, bool) or not 0 <= step < 2**63 or step != int(step):
                 raise ValueError(step)
             if isinstance(record.get("run"), dict):
-                said = checked_header(record["run"])
+                said = checked_header(record.pop("run"))
                 made.clear()
                 made.update(said)
-                continue
+                if not record:  # a line of its own, in files of the first version
+                    continue
             tensors = _tensors(record.pop("tensors")) if "tensors" in record else None
             if isinstance(record.get("audit_tensor"), str):
                 audited[int(step)] = record.pop("audit_tensor")
             numbers = {str(name): float(value) for name, value in record.items()}
             yield int(step), numbers if numbers or tensors is None else None, tensors
         except (*WRONG, KeyError, AttributeError, OverflowError) as error:
-            if number > 1 and line.startswith("{") and not _is_json(line):
+            if is_torn(line):
                 torn.append(number)
                 continue
             raise ValueError(
@@ -166,6 +169,12 @@ def _tensors(report: Any) -> Tensors:
             if count != known[key]:
                 raise ValueError(known[key])
     return tensors
+
+
+def is_torn(line: str) -> bool:
+    """Whether a line is a part of a record, perhaps with another record behind it."""
+    begins = START.startswith(line) or (line.startswith("{") and START in line)
+    return begins and not _is_json(line)
 
 
 def _is_json(line: str) -> bool:

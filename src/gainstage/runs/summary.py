@@ -224,7 +224,7 @@ def _audits(run: Run) -> dict[str, Any]:
 
 
 def circumstances(run: Run) -> dict[str, str]:
-    """Formats the first line of the recording, as far as it is there."""
+    """Formats the description of a run, as far as it is there."""
     versions = dict(run.made.get("versions", {}))
     device = versions.pop("device", "")
     counts = (f"{count} {dtype}" for dtype, count in run.made.get("dtypes", {}).items())

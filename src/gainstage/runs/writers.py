@@ -2,8 +2,10 @@
 
 import abc
 import atexit
+import contextlib
 import json
 import math
+import os
 import sys
 import time
 import warnings
@@ -24,6 +26,7 @@ from gainstage._scaling.step_telemetry import StepInfo
 from gainstage._variables.variable import Variable
 from gainstage.rules.loss_scale import Rule, as_rule
 from gainstage.runs.header import header
+from gainstage.runs.recording import is_torn
 from gainstage.runs.telemetry import Report
 from gainstage.training.audit import AuditResult
 
@@ -204,9 +207,13 @@ class JsonLines(Writer):
     """Appends one JSON object per step to a file, for `gainstage report` or any other reader.
 
     JSON has no infinity and no NaN: they are written as the strings "inf", "-inf" and "nan". The
-    first line, also after each restart, describes the run: its `rule`, the `dtypes` of its
-    parameters, and the `versions` of Gainstage and JAX, with the `device`. The first step, and the
-    last of each write, have `written_at`: seconds since 1970.
+    first record, also after each restart, has `run`, which describes the run: its `rule`, the
+    `dtypes` of its parameters, and the `versions` of Gainstage and JAX, with the `device`. The
+    first step, and the last of each write, have `written_at`: seconds since 1970.
+
+    A file only grows: all lines of a flush are appended by one write, so two processes with one
+    file on a local disk keep all of their lines, except on Windows. What a killed process left of
+    a line stays there as a line of its own, which `read_run` skips.
 
     Args:
         path: the file; created if missing, else appended to.
@@ -244,9 +251,8 @@ class JsonLines(Writer):
         self._path = Path(path)
         self._header: Any = header(None if rule is None else as_rule("rule", rule), params)
         self._started = time.time()
-        self._torn = False  # whether a failed write may have left part of a line
         if not jax.process_index():
-            _end_last_line(self._path)
+            _check_is_recording(self._path)
 
     def write_report(self, step: int, report: Report) -> None:
         """Appends the numbers of each tensor, after all earlier records.
@@ -274,15 +280,11 @@ class JsonLines(Writer):
             steps[0].setdefault("written_at", round(self._started, 3))
         if steps:
             steps[-1].setdefault("written_at", round(time.time(), 3))
-        lines = [json.dumps({k: _in_json(v) for k, v in r.items()}) for r in records]
         if self._header is not None:
-            lines.insert(0, json.dumps({"step": records[0]["step"], "run": self._header}))
-        if self._torn:
-            _end_last_line(self._path)
-        self._torn = True
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
-        self._torn, self._header = False, None
+            records[0] = {"step": records[0]["step"], "run": self._header, **records[0]}
+        lines = [json.dumps({k: _in_json(v) for k, v in r.items()}) for r in records]
+        _append("".join(f"{line}\n" for line in lines).encode(), self._path)
+        self._header = None
 
 
 def _read(waiting: list[Record]) -> tuple[list[Record], dict[str, RuntimeError]]:
@@ -335,27 +337,36 @@ def _current_number(name: str, number: Any) -> Any:
     return number.item() if isinstance(number, (np.generic, np.ndarray)) else number
 
 
-def _end_last_line(path: Path) -> None:
-    """Ends the last line, or removes what a killed process or a failed write left of it."""
-    start = b'{"step": '
-    path.touch()
-    with path.open("rb+") as file:
-        *whole, rest = file.read().split(b"\n")
-        ours = start.startswith(rest[: len(start)]) or _is_record(rest)
-        if not ours or (whole and not _is_record(whole[-1])):
-            line = rest if not ours else whole[-1]
+def _check_is_recording(path: Path) -> None:
+    """Creates a file. Of one that is there, the last line must be a record or a part of one."""
+    path.open("ab").close()
+    end = path.read_bytes().rsplit(b"\n", 2)[-2:] if path.is_file() else [b""]
+    lines = [line.decode(errors="replace") for line in end]
+    for line in lines if lines[-1] else lines[:-1]:
+        if not (line and is_torn(line)) and not _is_record(line):
             raise ValueError(f"Expected a file of JSON objects at {path}; got {line[:60]!r}.")
-        if _is_record(rest):
-            file.write(b"\n")
-        else:
-            file.truncate(file.tell() - len(rest))
 
 
-def _is_record(line: bytes) -> bool:
+def _is_record(line: str) -> bool:
     try:
         return "step" in dict(json.loads(line))
     except (ValueError, TypeError, RecursionError):
         return False
+
+
+def _append(lines: bytes, path: Path) -> None:
+    """Appends lines by one write, which no other process splits, and before it ends a torn line.
+    Without a lock, that of another process may look torn, and then an empty line is written."""
+    with path.open("ab+", buffering=0) as file:
+        with contextlib.suppress(ImportError, OSError):  # on Windows, and where locks do not work
+            from fcntl import LOCK_EX, flock
+
+            flock(file, LOCK_EX)  # until the file is closed
+        if file.seekable() and file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            lines = lines if file.read(1) == b"\n" else b"\n" + lines
+        if (written := file.write(lines)) != len(lines):  # the disk is full
+            raise OSError(f"wrote {written} of {len(lines)} bytes")
 
 
 def _python_number(number: Any) -> Any:

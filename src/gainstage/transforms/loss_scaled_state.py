@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from gainstage._base.arrays import one_more
 from gainstage._base.checks import brief
 from gainstage._scaling.step_telemetry import Observed
 from gainstage._variables.types import OptState, PyTree, RuleState, Transformation
@@ -187,7 +188,7 @@ def retried(opt_state: OptState) -> OptState:
         if state.observed is None:
             return state
         info = state.observed.info
-        skipped, again = info.skipped_steps - 1, info.retried_steps + 1
+        skipped, again = info.skipped_steps - 1, one_more(info.retried_steps)
         info = info._replace(skipped_steps=skipped, retried_steps=again)
         return state._replace(observed=state.observed._replace(info=info))
 

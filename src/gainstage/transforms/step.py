@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gainstage._base.arrays import joined, leaves_and_none
+from gainstage._base.arrays import joined, leaves_and_none, one_more
 from gainstage._base.checks import InvalidArgumentError, brief
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import SMALL
@@ -81,7 +81,8 @@ def apply_gradients(
     params = updated(model.tree, updates, applies)
     if extra is not None:
         extra = selected(extra, jax.tree.map(lambda x: x, state.extra), applies)
-    return StateParts(params, opt_state, extra, state.step + applies.astype(jnp.int32))
+    step = jnp.where(applies, one_more(state.step), state.step)
+    return StateParts(params, opt_state, extra, step)
 
 
 @jax.tree_util.register_dataclass

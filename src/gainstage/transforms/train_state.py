@@ -65,7 +65,8 @@ class TrainState(Generic[Params]):
         opt_state: the state of `tx`, with the loss scale in it.
         extra: what else a loss changes, such as statistics of a batch normalisation, moving
             averages or keys: a pytree of arrays, or None.
-        step: the number of steps that were applied, an int32 scalar.
+        step: the number of steps that were applied, an int32 scalar that does not
+            wrap around.
         tx: the transformation, one of `loss_scaled`.
 
     Examples:

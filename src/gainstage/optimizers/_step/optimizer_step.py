@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gainstage._base import checks
-from gainstage._base.arrays import NOT_TRACED
+from gainstage._base.arrays import LARGEST_COUNT, NOT_TRACED, one_more
 from gainstage._base.configurable import description_of
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import norms as norms_of
@@ -42,6 +42,14 @@ class StepOptions(Options):
     def updates(self, steps: Any) -> Any:
         """The number of updates that this many steps make."""
         return steps // (self.gradient_accumulation_steps or 1)
+
+    def next_steps(self, steps: jax.Array) -> jax.Array:
+        """The count after one more step, which stays at the largest int32, or goes through the last
+        window below it."""
+        more = one_more(steps)
+        if window := self.gradient_accumulation_steps:
+            more = jnp.where(steps == LARGEST_COUNT, LARGEST_COUNT + 1 - window, more)
+        return more
 
     def replaced(self, options: Mapping[str, Any]) -> "StepOptions":
         """These options with others in their place; a clip option replaces any other."""
@@ -310,7 +318,7 @@ class OptimizerStep:
                 )
             ],
             masters=[m if m is None else w for m, w in zip(state.masters, weights, strict=True)],
-            steps=state.steps + 1,
+            steps=self.options.next_steps(state.steps),
         )
 
     def _in_float32(self, state: StepState) -> list[jax.Array]:
@@ -348,7 +356,7 @@ class OptimizerStep:
             norms = norms_of(means, self.options.clip, self.shardings)
             return None, self._update(state, gradients.as_gradients(means), norms, rate)
 
-        ends = (state.steps + 1) % window == 0
+        ends = self.options.next_steps(state.steps) % window == 0
         return run_if(ends, close, state._replace(accumulators=sums))
 
     def _update(
