@@ -1,12 +1,12 @@
 """A language model in float16: Flax NNX, on one device or on a mesh.
 
-    pip install ".[flax,report]" orbax-checkpoint
+    pip install ".[flax,report]"
     python examples/language_model.py --quick  # less than a minute
     python examples/language_model.py          # about 7 minutes on a CPU core
 
 It learns to write Python, byte by byte, from the modules of Python's own standard library. Kill it
-at any moment: the same command goes on from the last checkpoint. To try a mesh on one machine, set
-XLA_FLAGS=--xla_force_host_platform_device_count=8.
+at any moment: the same command goes on from the last state that was saved. To try a mesh on one
+machine, set XLA_FLAGS=--xla_force_host_platform_device_count=8.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
@@ -44,7 +43,7 @@ class Settings(NamedTuple):
     steps: int = 600
     rate: float = 3e-3
     decay: float = 0.98  # of the moving average
-    every: int = 50  # steps from one checkpoint to the next
+    every: int = 50  # steps from one saved state to the next
     sample: int = 400  # bytes of text to write at the end
 
 
@@ -168,18 +167,6 @@ def write_text(model, prompt, length):
     return bytes(text[len(prompt) :]).decode()
 
 
-def named(state):
-    """All arrays of the run by name: weights, dropout keys and counts, slots, averages, scale."""
-    pairs, _ = jax.tree.flatten_with_path(state)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in pairs}
-
-
-def restored(checkpoints, state):
-    """The state of the last checkpoint; every array lies where it does in `state`."""
-    saved = checkpoints.restore(None, args=ocp.args.StandardRestore(named(state)))
-    return jax.tree.unflatten(jax.tree.structure(state), [saved[name] for name in named(state)])
-
-
 def checksum(state):
     """Digits that are equal if all bits of two states are; dropout keys never change."""
     leaves = jax.tree.leaves(state)
@@ -187,14 +174,16 @@ def checksum(state):
     return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in arrays)).hexdigest()[:12]
 
 
-def begin(settings, checkpoints, everywhere):
-    """The state, which checks every microbatch, from the last checkpoint if there is one, and the
-    number of its step."""
+def begin(settings, saved, everywhere):
+    """The state, which checks every microbatch, from the file if there is one, and the number of
+    its step."""
     model, tx = jax.device_put(make_model(settings), everywhere), make_optimizer(settings)
     state = gs.TrainState.create(model, tx, rule=RULE, telemetry=True)
-    if done := checkpoints.latest_step() or 0:
-        state = restored(checkpoints, state)
-        print(f"restored step {done}: state {checksum(state)}", flush=True)
+    if not saved.exists():
+        return state, 0
+    state = gs.load(saved, state)
+    done = int(state.step + state.info.skipped_steps)
+    print(f"restored step {done}: state {checksum(state)}", flush=True)
     return state, done
 
 
@@ -202,9 +191,9 @@ def train(settings, folder, devices):
     """Trains to the end; returns the model with averaged weights."""
     mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
     everywhere, divided = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec("data"))
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    checkpoints = ocp.CheckpointManager(folder / "checkpoints", options=options)
-    state, done = begin(settings, checkpoints, everywhere)
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = folder / "state.safetensors"
+    state, done = begin(settings, saved, everywhere)
     step = gs.train_step(loss_fn)
     text, held_out = read_texts()
     unseen = np.stack([draw(held_out, settings, n) for n in range(8)])
@@ -219,7 +208,7 @@ def train(settings, folder, devices):
             recorder.write(n, info, state.params, tokens)
             if n % settings.every == 0:
                 record.flush()
-                checkpoints.save(n, args=ocp.args.StandardSave(named(state)))
+                gs.save(saved, state)
                 speed = settings.every * tokens[:, 1:].size / (time.perf_counter() - began)
                 print(
                     f"step {n}: loss {loss:.3g}, scale {info.loss_scale:g}, {info.skipped_steps} "
@@ -229,7 +218,6 @@ def train(settings, folder, devices):
                     flush=True,
                 )
                 began = time.perf_counter()
-    checkpoints.close()
     return averaged(state)
 
 
@@ -238,7 +226,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small model, less than a minute")
     parser.add_argument("--devices", type=int, help="how many devices to use (default: all)")
-    parser.add_argument("--folder", type=Path, help="for checkpoints, telemetry and bad steps")
+    parser.add_argument("--folder", type=Path, help="for states, telemetry and bad steps")
     options = parser.parse_args()
     settings = QUICK if options.quick else Settings()
     name = "language_model_quick" if options.quick else "language_model"

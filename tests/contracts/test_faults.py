@@ -12,6 +12,7 @@ for needed in ("rich", "sklearn"):
     pytest.importorskip(needed)
 
 from studies import faults_never_reach_a_weight as faults
+from studies import files_survive_mutations as files
 
 pytestmark = pytest.mark.repo
 
@@ -73,6 +74,24 @@ def test_a_step_that_is_broken_does_not_survive(broken, monkeypatch):
     _, outcomes = training.outcomes(list(faults.single_faults(training))[::6])
     assert outcomes
     assert not any(outcome.safe for outcome in outcomes)
+
+
+@pytest.mark.parametrize("kind", files.KINDS)
+def test_a_changed_file_is_read_as_it_says_or_refused(kind, tmp_path):
+    """A hundred damaged and hostile files of each kind: no other error, nothing slow, no content
+    that the checksums deny."""
+    files.write_good_files(tmp_path)
+    found = files.batch(str(tmp_path), kind, 1000, 100, str(tmp_path / "note"))
+    assert sum(found.values()) == 100
+    assert files.failures({kind: found}) == []
+
+
+def test_the_page_shows_what_came_of_a_hundred_thousand_files():
+    """The table of files is that of the results, and nothing in them has failed."""
+    results = json.loads((ROOT / "studies" / "results" / "faults" / "files.json").read_text())
+    assert files.markdown(results) in (ROOT / "docs" / "evidence" / "faults.md").read_text()
+    assert files.failures(results["kinds"]) == []
+    assert sum(sum(counts.values()) for counts in results["kinds"].values()) == 100_000
 
 
 def test_the_page_shows_the_results():
