@@ -562,7 +562,7 @@ def test_complex_constants_keep_both_parts(dtype):
         waves = jnp.fft.fft(x @ w) * turns + (1 + 2j)
         return jnp.mean(jnp.abs(waves * np.complex64(2j) + waves @ np.outer(turns, turns)))
 
-    value, exact = jax.jit(jax.value_and_grad(turned))(w)
+    loss, exact = jax.jit(jax.value_and_grad(turned))(w)
     found, grads = jax.jit(jax.value_and_grad(gs.autocast(turned, dtype)))(w)
-    assert found == pytest.approx(value, rel=0.01)
+    assert float(found) == pytest.approx(float(loss), rel=0.01)
     assert jnp.linalg.norm(grads - exact) <= 0.02 * jnp.linalg.norm(exact)

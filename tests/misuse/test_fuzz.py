@@ -447,8 +447,8 @@ def is_json(line):
 
 
 def records_of(content):
-    """The steps of a file by plain means: None if some line is no step. Lines behind the first that
-    a failed write has not ended do not count."""
+    """The steps of a file by plain means: None if some line is no step. Empty lines, and those that
+    a failed write has not ended, do not count."""
     kept = {}
     try:
         *lines, last = content.decode().replace("\r\n", "\n").replace("\r", "\n").split("\n")
@@ -457,18 +457,20 @@ def records_of(content):
             lines.append(last)
         except (ValueError, RecursionError):
             pass  # not written to its end
-        for number, line in enumerate(lines):
+        for line in filter(None, lines):
             try:
                 record = dict(json.loads(line))
             except (ValueError, RecursionError):
-                if number and line.startswith("{") and not is_json(line):
+                if line.startswith("{") and not is_json(line):
                     continue
                 return None
             step = record.pop("step")
             if type(step) not in (int, float) or not 0 <= step < 2**63 or step % 1:
                 return None
             if isinstance(record.get("run"), dict):
-                continue  # how the run was made
+                del record["run"]  # how the run was made
+                if not record:
+                    continue
             kept = {s: r for s, r in kept.items() if s < step}
             kept[int(step)] = {name: float(value) for name, value in record.items()}
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):

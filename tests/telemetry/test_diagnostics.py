@@ -447,7 +447,7 @@ def test_a_variable_is_written_as_it_is_then():
 @pytest.mark.parametrize(
     "text", ["", "\n", "[]\n", "7\n", "{}\n", '{"step": 1.5}\n', '{"step": true}\n',
              '{"step": -1}\n', '{"step": 0, "loss": "high"}\n', '{"step": 0, "loss": null}\n',
-             '{"step": 1e999}\n', '{"step": "1"}\n', '{"sp\n{"step": 0}\n', "[" * 9000 + "\n",
+             '{"step": 1e999}\n', '{"step": "1"}\n', 'to do\n{"step": 0}\n', "[" * 9000 + "\n",
              '{"step": 0, "tensors": {}}\n', '{"step": 0, "tensors": 3}\n',
              '{"step": 0, "tensors": {"a": []}}\n', '{"step": 0, "tensors": {"a": {}}}\n',
              *(json.dumps({"step": 0, "tensors": {"a": KNOWN | wrong}}) + "\n" for wrong in

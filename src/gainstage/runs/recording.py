@@ -16,7 +16,6 @@ from gainstage.rules.loss_scale import LossScale
 from gainstage.runs.header import checked_header, rule_of
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-START = '{"step": '  # of each line
 WRONG = (ValueError, TypeError, RecursionError)  # the errors of `json` on other text
 
 Tensors = dict[str, dict[str, float]]
@@ -150,7 +149,7 @@ def _records(
             numbers = {str(name): float(value) for name, value in record.items()}
             yield int(step), numbers if numbers or tensors is None else None, tensors
         except (*WRONG, KeyError, AttributeError, OverflowError) as error:
-            if is_torn(line):
+            if line.startswith("{") and not _is_json(line):
                 torn.append(number)
                 continue
             raise ValueError(
@@ -169,12 +168,6 @@ def _tensors(report: Any) -> Tensors:
             if count != known[key]:
                 raise ValueError(known[key])
     return tensors
-
-
-def is_torn(line: str) -> bool:
-    """Whether a line is a part of a record, perhaps with another record behind it."""
-    begins = START.startswith(line) or (line.startswith("{") and START in line)
-    return begins and not _is_json(line)
 
 
 def _is_json(line: str) -> bool:

@@ -26,12 +26,12 @@ from gainstage._scaling.step_telemetry import StepInfo
 from gainstage._variables.variable import Variable
 from gainstage.rules.loss_scale import Rule, as_rule
 from gainstage.runs.header import header
-from gainstage.runs.recording import is_torn
 from gainstage.runs.telemetry import Report
 from gainstage.training.audit import AuditResult
 
 Record = dict[str, Any]  # the step, and its numbers by name
 KEPT = 10_000  # records that are stored while they cannot be written
+START = '{"step": '  # of each line
 RESERVED = {"run": "description of the run", "tensors": "reports"}  # what a file has by name
 _BEGAN_AGAIN = (
     "The step of {writer}.write began again at {step}, but the counts of the telemetry go on. A "
@@ -343,15 +343,15 @@ def _check_is_recording(path: Path) -> None:
     end = path.read_bytes().rsplit(b"\n", 2)[-2:] if path.is_file() else [b""]
     lines = [line.decode(errors="replace") for line in end]
     for line in lines if lines[-1] else lines[:-1]:
-        if not (line and is_torn(line)) and not _is_record(line):
+        if not _is_record_or_part(line):
             raise ValueError(f"Expected a file of JSON objects at {path}; got {line[:60]!r}.")
 
 
-def _is_record(line: str) -> bool:
+def _is_record_or_part(line: str) -> bool:
     try:
         return "step" in dict(json.loads(line))
     except (ValueError, TypeError, RecursionError):
-        return False
+        return line.startswith("{") and (START.startswith(line) or START in line)
 
 
 def _append(lines: bytes, path: Path) -> None:
