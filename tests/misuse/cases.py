@@ -609,6 +609,24 @@ new, loss = step(old, 1.0); step(old, 1.0)
     "a batch by name": ("refused", "step\\(state, x\\)", """
 gs.train_step(lambda w, x: plain(w, x))(gs.TrainState.create(w, sgd), x=1.0)
 """),
+    "a key among the parameters": ("refused", "floating parameters; got key<fry> for `params\\['k'\\]`", """
+gs.TrainState.create({"w": jnp.ones(3), "k": jax.random.key(0)}, optax.sgd(0.1))
+"""),
+    "shapes in the place of parameters": ("refused", "ShapeDtypeStruct for `params\\['w'\\]`. For the shapes", """
+gs.TrainState.create({"w": jax.ShapeDtypeStruct((3,), "float32")}, optax.sgd(0.1))
+"""),
+    "shapes in the place of a batch": ("refused", "ShapeDtypeStruct for `batch\\[0\\]`. A step computes", """
+state = gs.TrainState.create(jnp.ones(3), optax.sgd(0.1))
+gs.train_step(lambda w, x: (w * x).sum())(state, jax.ShapeDtypeStruct((3,), "float32"))
+"""),
+    "an integer that no int32 holds": ("refused", "got 1099511627776 for `batch\\[0\\]`. Pass a float", """
+state = gs.TrainState.create(jnp.ones(3), optax.sgd(0.1))
+gs.train_step(lambda w, n: (w * n).sum())(state, 2**40)
+"""),
+    "an extra that becomes a tuple": ("refused", "in the structure of state.extra, PyTreeDef", """
+state = gs.TrainState.create(jnp.ones(3), optax.sgd(0.1), extra=[jnp.ones(2)])
+gs.train_step(lambda w, extra, x: ((w * x).sum(), tuple(extra)))(state, 1.0)
+"""),
     "integers among the parameters": ("refused", "floating parameters; got int32 for `state.params\\['n'\\]`", """
 state = gs.TrainState.create({'w': w, 'n': jnp.arange(3)}, sgd)
 gs.train_step(lambda p: plain(p['w']))(state)

@@ -420,7 +420,7 @@ class _CompiledStep:
                 audits.tell_inside()
             else:
                 audits.before(given)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             explain_step(error, state, batch)
             raise
 
@@ -434,7 +434,7 @@ class _CompiledStep:
             prepared = known or self._prepared(state, values, models, donates, inside)
             program, arrays, kinds = prepared
             arrays, outcome = program.run(*arrays, *values)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             explain_step(error, state, batch)
             raise
         if program.donated:

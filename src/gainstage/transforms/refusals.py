@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from gainstage._base._jax import Tracer
+from gainstage._base.arrays import is_key
 from gainstage._base.checks import brief
 from gainstage._programs import jaxprs
 from gainstage._programs.operations import PRODUCTS
@@ -37,6 +38,23 @@ def check_leaves(tree: PyTree, name: str = "params", advice: str | None = None) 
             raise TypeError(
                 f"Expected arrays in {name}; got {brief(leaf)} for "
                 f"`{name}{jax.tree_util.keystr(path)}`. {advice or advice_for(tree)}"
+            )
+
+
+def check_parameters(params: PyTree) -> None:
+    """Raises a TypeError for parameters that are no numbers: shapes alone, or random keys."""
+    check_leaves(params)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        name = f"params{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"Expected arrays in params; got a jax.ShapeDtypeStruct for `{name}`. For the "
+                f"shapes of a state, write jax.eval_shape(lambda: TrainState.create(init(), tx))."
+            )
+        if is_key(leaf):
+            raise TypeError(
+                f"Expected floating parameters; got {leaf.dtype} for `{name}`. Pass a random key "
+                f"in the batch, or as the extra of the state."
             )
 
 
@@ -172,6 +190,16 @@ def explain_step(error: Exception, state: PyTree, batch: PyTree) -> None:
                 f"`{name}` was donated to an earlier step and deleted. Pass on what that step "
                 f"returned. For a state to keep, write best = state.copy() before the step, or "
                 f"create the step with train_step(..., donate=False)."
+            ) from error
+        if isinstance(leaf, jax.ShapeDtypeStruct) and isinstance(error, TypeError):
+            raise TypeError(
+                f"Expected arrays; got a jax.ShapeDtypeStruct for `{name}`. A step computes with "
+                f"numbers. To compile one for these shapes, write step.lower(state, *batch)."
+            ) from error
+        if isinstance(error, OverflowError) and type(leaf) is int and leaf.bit_length() > 31:
+            raise ValueError(
+                f"Expected integers of 32 bits at most; got {leaf} for `{name}`. Pass a float, or "
+                f"an array of another dtype."
             ) from error
         dtype = getattr(leaf, "dtype", None)
         kind = getattr(dtype, "kind", "O")

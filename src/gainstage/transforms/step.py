@@ -309,6 +309,11 @@ def _check_extra(extra: PyTree, before: PyTree) -> None:
             f"Expected the extra that a loss returns in the structure of state.extra; got "
             f"{'one more array' if name in names[0] else 'none'} at `extra{name}`."
         )
+    if (structure := jax.tree.structure(extra)) != jax.tree.structure(before):
+        raise ValueError(
+            f"Expected the extra that a loss returns in the structure of state.extra, "
+            f"{brief(jax.tree.structure(before))}; got {brief(structure)}."
+        )
     for name, x in names[0].items():
         new, old = (jnp.result_type(each) for each in (x, names[1][name]))
         if jnp.issubdtype(new, jnp.inexact) and not jnp.issubdtype(old, jnp.inexact):

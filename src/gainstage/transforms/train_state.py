@@ -43,7 +43,7 @@ from gainstage.transforms.loss_scaled_state import (
 from gainstage.transforms.marks import marked, marked_extra
 from gainstage.transforms.models import Changeable, Equinox, Model, apply_changes, kind_of
 from gainstage.transforms.optax_checks import check_transformation, refuse_per_example
-from gainstage.transforms.refusals import check_leaves, refuse_others
+from gainstage.transforms.refusals import check_leaves, check_parameters, refuse_others
 from gainstage.transforms.step import apply_gradients
 from gainstage.transforms.step_gradients import NewExtra, StateParts, compute_gradients_beside
 from gainstage.transforms.updates import step_was_applied
@@ -132,7 +132,7 @@ class TrainState(Generic[Params]):
         check_transformation("tx", tx)
         refuse_others(params)
         trainable = kind_of(params).trainable(params)
-        check_leaves(trainable)
+        check_parameters(trainable)
         check_leaves(
             extra,
             "extra",
