@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
+from gainstage._base import tensor_file
 
 X = jnp.ones((8, 4))
 
@@ -270,6 +272,22 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path):
             writer.send_signal(signal.SIGKILL)
         found = gs.load(path, like)
         np.testing.assert_array_equal(found["x"], np.arange(2_000_000) + int(found["n"]))
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_as_one(tmp_path, monkeypatch):
+    """All that is read is of the old file or of the new one, never some of each."""
+    path, real = tmp_path / "run", safetensors.safe_open
+    tree = {"a": jnp.zeros(3), "b": jnp.zeros(3)}
+    gs.save(path, tree)
+
+    def meanwhile(*args, **options):
+        monkeypatch.undo()
+        gs.save(path, {"a": jnp.ones(3), "b": jnp.ones(3)})
+        return real(*args, **options)
+
+    monkeypatch.setattr(tensor_file, "safe_open", meanwhile)
+    found = gs.load(path, tree)
+    assert found["a"].tolist() == found["b"].tolist() == [1, 1, 1]
 
 
 def test_a_sharded_state_is_saved_whole_and_placed_as_the_other(tmp_path):

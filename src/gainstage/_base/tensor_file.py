@@ -135,7 +135,7 @@ class TensorFileError(ValueError):
 
 class TensorFile:
     """A file that `write_tensors` has written. Its arrays are read one by one, and their checksums
-    are compared.
+    are compared. Open it by `with`: all that is read is then of one file, whatever takes its place.
 
     Args:
         path: the file.
@@ -148,21 +148,39 @@ class TensorFile:
 
     def __init__(self, path: Path, writer: str = "gainstage.save") -> None:
         self._path, self._writer = path, writer
-        with path.open("rb") as opened:
-            first = opened.read(8)
+        self.facts: dict[str, Any] = {}
+        self.entries: dict[str, Entry] = {}
+
+    def __enter__(self) -> "TensorFile":
+        self._file = self._path.open("rb")
         try:
-            with safe_open(path, framework="numpy") as file:  # checks all sizes and places
-                self.facts: dict[str, Any] = self._facts_in(file.metadata() or {})
+            kinds = self._described()
+            while not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                self._file.close()  # another file took its place meanwhile
+                self._file = self._path.open("rb")
+                kinds = self._described()
+            start = 8 + int.from_bytes(self._file.read(8), "little")
+            for name, shape, kind in kinds:
+                entry = self._entry(name, tuple(shape), kind, start)
+                self.entries[name] = entry
+                start += math.prod(entry.shape) * entry.dtype.itemsize
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
+    def _described(self) -> list[tuple[str, list[int], str]]:
+        """Reads the facts; the name, shape and dtype of each array, in the order of the file."""
+        try:
+            with safe_open(self._path, framework="numpy") as file:  # checks all sizes and places
+                self.facts = self._facts_in(file.metadata() or {})
                 named = [(name, file.get_slice(name)) for name in file.offset_keys()]
-                kinds = [(name, s.get_shape(), s.get_dtype()) for name, s in named]
+                return [(name, s.get_shape(), s.get_dtype()) for name, s in named]
         except SafetensorError as error:
             raise self._refused(f"which is another one or was damaged: {error}") from error
-        start = 8 + int.from_bytes(first, "little")
-        self.entries: dict[str, Entry] = {}
-        for name, shape, kind in kinds:
-            entry = self._entry(name, tuple(shape), kind, start)
-            self.entries[name] = entry
-            start += math.prod(entry.shape) * entry.dtype.itemsize
 
     def _facts_in(self, metadata: Mapping[str, str]) -> dict[str, Any]:
         """The facts of a file, those of the arrays each of its type."""
@@ -207,9 +225,8 @@ class TensorFile:
             ValueError: it was damaged.
         """
         entry = self.entries[name]
-        with self._path.open("rb") as file:
-            file.seek(entry.start)
-            data = file.read(math.prod(entry.shape) * entry.dtype.itemsize)
+        self._file.seek(entry.start)
+        data = self._file.read(math.prod(entry.shape) * entry.dtype.itemsize)
         if _checksum(name, entry.dtype, entry.shape, data) != self.facts["checksums"].get(name):
             raise self._refused(f"of which the checksum of {name!r} differs: it was damaged")
         return np.frombuffer(data, entry.dtype).reshape(entry.shape)

@@ -84,7 +84,8 @@ def write_step_file(path: Path, about: dict[str, Any], arguments: Packed) -> Non
 
 def description(path: Path) -> dict[str, Any]:
     """Returns the description without reading an array; raises as `read_step_file`."""
-    return _opened(path).facts
+    with _opened(path) as file:
+        return file.facts
 
 
 def needs_like(about: dict[str, Any]) -> bool:
@@ -108,13 +109,12 @@ def read_step_file(
         ValueError: the file is damaged, incomplete, or something else; its 64-bit arrays need
             `jax_enable_x64`; a required template is missing, or differs.
     """
-    file = _opened(path)
-    about = file.facts
-    if len(like) > len(about["args"]):
-        raise TensorFileError(
-            f"Expected at most {len(about['args'])} arguments in {option}; got {len(like)}."
-        )
-    with _read_as_step(path):
+    with _opened(path) as file, _read_as_step(path):
+        about = file.facts
+        if len(like) > len(about["args"]):
+            raise TensorFileError(
+                f"Expected at most {len(about['args'])} arguments in {option}; got {len(like)}."
+            )
         values: list[dict[str, Any]] = [{} for _ in about["args"]]
         for name, kind in about["leaves"].items():
             number, _, path_in_it = name.partition("/")
@@ -128,20 +128,27 @@ def read_step_file(
         )
 
 
-def _opened(path: Path) -> TensorFile:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[TensorFile]:
     """The file, whose description is one of a step.
 
     Raises:
         TensorFileError: it is no such file, or was damaged.
     """
-    try:
-        file = TensorFile(path, STEP_WRITER)
-    except ValueError as error:
-        with path.open("rb") as opened:
-            is_record = opened.read(1) == b"{"
-        run = f" If it is a recorded run, write: gainstage report {path}" * is_record
-        raise TensorFileError(f"{error}{run}") from error
-    about = file.facts
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(TensorFile(path, STEP_WRITER))
+        except TensorFileError as error:
+            with path.open("rb") as opened:
+                is_record = opened.read(1) == b"{"
+            run = f" If it is a recorded run, write: gainstage report {path}" * is_record
+            raise TensorFileError(f"{error}{run}") from error
+        _check_description(path, file.facts)
+        yield file
+
+
+def _check_description(path: Path, about: dict[str, Any]) -> None:
+    """Raises an error for facts that are not those of a step."""
     if "gainstage step" not in about:
         raise TensorFileError(
             f"Expected a file that {STEP_WRITER} has written; got {str(path)!r}, which has no step."
@@ -165,7 +172,6 @@ def _opened(path: Path) -> TensorFile:
             raise TypeError("a leaf without a kind")
         if not all("tree" in arg and isinstance(arg["type"], str) for arg in about["args"]):
             raise TypeError("an argument without a class or structure")
-    return file
 
 
 @contextlib.contextmanager

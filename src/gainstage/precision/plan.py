@@ -273,7 +273,8 @@ def _text_in(path: Path) -> str:
         is_state = file.read(9)[8:] == b"{"  # after the length of its header
     if not is_state:
         return path.read_text(encoding="utf-8")
-    text = TensorFile(path).facts.get("plan")
+    with TensorFile(path) as file:
+        text = file.facts.get("plan")
     if not isinstance(text, str):
         raise ValueError("a state that was saved without a plan")
     return text

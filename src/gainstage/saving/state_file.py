@@ -104,28 +104,38 @@ def load(path: str | Path, like: Like | Callable[[], Like]) -> Like:
         raise TypeError("Expected a path, and then a state: gainstage.load(path, like).")
     given: Any = like
     whole: Any = jax.eval_shape(given) if _makes(like) else given
-    file, leaves = TensorFile(Path(path)), _arrays_by_name(whole)
+    leaves = _arrays_by_name(whole)
+    with TensorFile(Path(path)) as file:
+        keys = _only_texts(file.facts.get("keys"))
+        _refuse_another(path, file, leaves, keys, _kinds_of(whole))
+        arrays = [_placed(file.read(name), x, keys.get(name)) for name, x in leaves.items()]
+    found: Like = jax.tree.unflatten(jax.tree.structure(whole), arrays)
+    return found
+
+
+def _refuse_another(
+    path: str | Path,
+    file: TensorFile,
+    leaves: Mapping[str, Any],
+    keys: Mapping[str, str],
+    kinds: Mapping[str, dict[str, str]],
+) -> None:
+    """Raises a ValueError if a file is not that of a state with these arrays and kinds."""
     if file.facts.get("version") != STATE_VERSION:
         raise ValueError(
             f"Expected a file of version {STATE_VERSION}; got {str(path)!r} of version "
             f"{brief(file.facts.get('version'))}. Read it with the release that has written it."
         )
-    keys = _only_texts(file.facts.get("keys"))
-    differ = [*_differences(file, leaves, keys), *_other_kinds(file.facts, _kinds_of(whole))]
+    differ = [*_differences(file, leaves, keys), *_other_kinds(file.facts, kinds)]
     if differ:
-        more = (
-            f", and {len(differ) - MOST_DIFFERENCES} more" if len(differ) > MOST_DIFFERENCES else ""
-        )
-        first = "; ".join(differ[:MOST_DIFFERENCES])
+        more = len(differ) - MOST_DIFFERENCES
+        first = "; ".join(differ[:MOST_DIFFERENCES]) + f", and {more} more" * (more > 0)
         raise ValueError(
             f"Expected a file of a state like this one; {str(path)!r} differs in {len(differ)}: "
-            f"{first}{more}. Nothing was loaded. Make the state with the "
-            f"model, the optimizer and the rule of the one that was saved; with_params(params, tx) "
-            f"of a state then goes on with others."
+            f"{first}. Nothing was loaded. Make the state with the model, the optimizer and the "
+            f"rule of the one that was saved; with_params(params, tx) of a state then goes on with "
+            f"others."
         )
-    arrays = [_placed(file.read(name), x, keys.get(name)) for name, x in leaves.items()]
-    found: Like = jax.tree.unflatten(jax.tree.structure(whole), arrays)
-    return found
 
 
 def _makes(like: Any) -> bool:
