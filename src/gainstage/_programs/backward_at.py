@@ -131,7 +131,7 @@ def _by_factor(tree: Any, factor: jax.Array) -> Any:
     def one(x: Any) -> Any:
         if not is_inexact(x):  # float0, of integers
             return x
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        wide = np.result_type(x.dtype, np.float32)
         return (x.astype(wide) * factor.astype(wide)).astype(x.dtype)
 
     return jax.tree.map(one, tree)

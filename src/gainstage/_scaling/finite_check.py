@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -207,7 +208,7 @@ class Reader(NamedTuple):
             pairs, large = [*alone, *joined], len(alone)
         rows = [row for _, row in pairs]
         wide = (float32_or_wider(x.dtype) for x, *_ in rows)
-        factor = jnp.asarray(scale, jnp.result_type(jnp.float32, *wide))
+        factor = jnp.asarray(scale, np.result_type(np.float32, *wide))
 
         def on_cpu() -> tuple[jax.Array, Any]:
             # XLA:CPU would compute the sum of joined arrays as one of each.

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.dtypes import float0
 
 from gainstage._base.checks import brief
@@ -138,7 +139,7 @@ def updated(params: Tree, updates: PyTree, applied: jax.Array) -> Tree:
         param, update = jnp.asarray(param), jnp.asarray(update)
         if jnp.issubdtype(param.dtype, jnp.floating) and jnp.issubdtype(update.dtype, jnp.floating):
             # In float32 or wider, without promotion: float8 has none, and it may be strict.
-            wide = jnp.result_type(*map(gradients.float32_or_wider, (param.dtype, update.dtype)))
+            wide = np.result_type(*map(gradients.float32_or_wider, (param.dtype, update.dtype)))
             new = (param.astype(wide) + update.astype(wide)).astype(param.dtype)
         else:
             new = (param + update).astype(param.dtype)
