@@ -15,7 +15,7 @@ from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import SMALL
 from gainstage._scaling.retry_loop import Attempt, may_help, try_again
 from gainstage._variables.sharding import summed_over
-from gainstage._variables.types import OptState, PyTree, Scalar
+from gainstage._variables.types import OptState, PyTree, Scalar, Structure
 from gainstage.transforms.loss_scaled_state import (
     LossScaledState,
     loss_scaled_state,
@@ -309,10 +309,12 @@ def _check_extra(extra: PyTree, before: PyTree) -> None:
             f"Expected the extra that a loss returns in the structure of state.extra; got "
             f"{'one more array' if name in names[0] else 'none'} at `extra{name}`."
         )
-    if (structure := jax.tree.structure(extra)) != jax.tree.structure(before):
+    own: Structure = jax.tree.structure(extra)
+    expected: Structure = jax.tree.structure(before)
+    if own != expected:
         raise ValueError(
             f"Expected the extra that a loss returns in the structure of state.extra, "
-            f"{brief(jax.tree.structure(before))}; got {brief(structure)}."
+            f"{brief(expected)}; got {brief(own)}."
         )
     for name, x in names[0].items():
         new, old = (jnp.result_type(each) for each in (x, names[1][name]))
