@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
-FACTS_KEY, CHECKSUM_KEY = "gainstage", "gainstage crc32"  # the metadata of a file: its facts
+# The metadata of a file: its facts as JSON, and the checksum of this text.
+FACTS_KEY, CHECKSUM_KEY = "gainstage", "gainstage crc32"
 # The dtypes of the format by their names in a file. Others are written as bytes.
 STORED_AS = {
     "BOOL": "bool", "I8": "int8", "U8": "uint8", "I16": "int16", "U16": "uint16", "I32": "int32",
@@ -23,7 +24,6 @@ STORED_AS = {
     "F32": "float32", "F64": "float64", "C64": "complex64", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
-
 # Those of numpy and of ml_dtypes, by their names there. None of them holds an object.
 _OTHER = re.compile(r"[<>|][biufcUSmM]\d+(\[\w+\])?|b?float\d+\w*|u?int[24]")
 
@@ -43,7 +43,7 @@ def write_tensors(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[s
 def write_tensors_to(
     path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]
 ) -> None:
-    """Writes a file as `write_tensors`, but to its place."""
+    """Writes the file that `write_tensors` describes, directly to `path`, without a flush."""
     whole: dict[str, np.ndarray] = {
         name: np.ascontiguousarray(x).reshape(x.shape) for name, x in arrays.items()
     }
@@ -183,7 +183,7 @@ class TensorFile:
             raise self._refused(f"which is another one or was damaged: {error}") from error
 
     def _facts_in(self, metadata: Mapping[str, str]) -> dict[str, Any]:
-        """The facts of a file, those of the arrays each of its type."""
+        """The facts of a file, of which the dtypes and checksums of its arrays are dictionaries."""
         text = metadata.get(FACTS_KEY)
         if text is None:
             raise self._refused("which lacks what it says of itself, as a file of another library")
