@@ -119,7 +119,7 @@ def markdown(results: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints the table, and writes the results and the page."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    output = HERE / "results" / "saving.json"
+    output = HERE / "results" / "saving" / "cpu.json"
     parser.add_argument("--output", type=file_to_write, default=output)
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(argv)
