@@ -115,7 +115,8 @@ def test_an_optax_loop_stores_nothing_on_the_way(tx, monkeypatch):
     memory, weights = compiled.memory_analysis(), sum(p.nbytes for p in params.values())
     assert memory.temp_size_in_bytes < MOST * weights + 2**16
     state = sum(x.nbytes for x in jax.tree.leaves(arguments[1]))
-    state -= arguments[1].applied.nbytes  # that of the last step, which no step reads
+    # Those of the last step, which no step reads.
+    state -= arguments[1].applied.nbytes + arguments[1].is_scaled.nbytes
     assert memory.alias_size_in_bytes == weights + state
     assert not large_copies(compiled)
 

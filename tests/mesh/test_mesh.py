@@ -14,6 +14,7 @@ import optax
 import pytest
 from compilations import compilations
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from small_floats import SMALL
 
 import gainstage as gs
 from gainstage._scaling import finite_check as readings
@@ -651,7 +652,7 @@ def test_devices_in_shard_map_have_one_scale():
 
     def ours(x):
         state = tx.init(params)
-        _, grads = gs.value_and_grad(lambda w: (w * x).sum(), state)(params)
+        _, grads = gs.value_and_grad(lambda w: SMALL * (w * x).sum(), state)(params)
         return tx.update(grads, state, params)[1].rule_state.scale[None]
 
     def everywhere(fn):

@@ -743,7 +743,7 @@ step = lambda w, s: tx.update(gs.value_and_grad(lambda w: plain(w) * gs.transfor
 """),
     "loss_scale times each loss, in value_and_grad": ("lints", "Leave this factor out", """
 tx = gs.loss_scaled(sgd); args = w, tx.init(w)
-step = lambda w, s: tx.update(gs.value_and_grad(lambda w: jnp.mean(gs.transforms.current_scale(s) * w ** 2), s)(w)[1], s, w)
+step = lambda w, s: tx.update(gs.value_and_grad(lambda w: jnp.mean(gs.transforms.current_scale(s) * SMALL * w ** 2), s)(w)[1], s, w)
 """),
     "loss_scale that is returned, or divides, in value_and_grad": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_floats import SMALL
 
 import gainstage as gs
 
@@ -25,13 +26,19 @@ def half(w, x):
 
 
 def plain(w, *batch):
-    """A loss in float32, times the batch if there is one."""
-    return jnp.sum(w * w) * jnp.prod(jnp.asarray(batch, jnp.float32))
+    """A loss that needs a loss scale, by a number in float16; times the batch if there is one."""
+    return SMALL * jnp.sum(w * w) * jnp.prod(jnp.asarray(batch, jnp.float32))
 
 
 def scope():
     names = {"gs": gs, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "nnx": nnx}
-    names |= {"half": half, "plain": plain, "sgd": optax.sgd(0.1), "NAN": jnp.float32(jnp.nan)}
+    names |= {
+        "half": half,
+        "plain": plain,
+        "SMALL": SMALL,
+        "sgd": optax.sgd(0.1),
+        "NAN": jnp.float32(jnp.nan),
+    }
     return names | {"w": jnp.ones(3), "W": jnp.ones((4, 1)), "X": jnp.ones((8, 4))}
 
 

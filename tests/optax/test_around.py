@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_floats import SMALL
 
 import gainstage as gs
 
@@ -13,7 +14,7 @@ LABELS = {"a": "a", "b": "b"}
 
 
 def loss_fn(w, x):
-    return (w["a"] * x).sum() + w["b"].sum()
+    return SMALL * ((w["a"] * x).sum() + w["b"].sum())
 
 
 def scaled():

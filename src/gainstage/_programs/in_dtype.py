@@ -12,7 +12,8 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from gainstage._base._jax import JaxprEqn, Literal, Var, is_differentiated
-from gainstage._programs.jaxprs import OPAQUE, bind_shared, open_jaxpr
+from gainstage._programs.backward_at import is_small_float
+from gainstage._programs.jaxprs import OPAQUE, AnyJaxpr, bind_shared, inner, open_jaxpr
 
 HALF = frozenset(
     map(jnp.dtype, ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
@@ -32,6 +33,27 @@ SCATTER: Mapping[str, Callable[..., Any]] = MappingProxyType(
 def is_half(x: object) -> bool:
     """Whether an array, or its description, has numbers of less than 32 bits."""
     return getattr(x, "dtype", None) in HALF
+
+
+def has_small_floats(program: AnyJaxpr) -> bool:
+    """Whether something in a program is in float16 or float8, whose range ends far below that of
+    float32 and bfloat16."""
+    return any(map(is_small_float, dtypes_and_names(program)[0]))
+
+
+def dtypes_and_names(program: AnyJaxpr) -> tuple[set[Any], set[str]]:
+    """The dtypes of all that is in a program, and the names of its primitives."""
+    todo, dtypes, names = [open_jaxpr(program)], set[Any](), set[str]()
+    while todo:
+        each = todo.pop()
+        values = [*each.invars, *each.constvars]
+        for eqn in each.eqns:
+            names.add(eqn.primitive.name)
+            values += eqn.invars
+            values += eqn.outvars
+            todo += map(open_jaxpr, inner(eqn)) if eqn.params else ()
+        dtypes |= {getattr(v.aval, "dtype", None) for v in values}
+    return dtypes, names
 
 
 def is_float32(variable: Atom) -> bool:

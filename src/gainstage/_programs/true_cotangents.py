@@ -18,7 +18,7 @@ import numpy as np
 from jax.dtypes import float0
 
 from gainstage._base._jax import JaxprEqn, Tracer, differentiations
-from gainstage._programs.backward_at import backward_at, is_inexact, open_program
+from gainstage._programs.backward_at import backward_at, is_inexact, is_small_float, open_program
 
 
 class _Scale(NamedTuple):
@@ -149,16 +149,12 @@ def _is_in_float16(call: Callable[..., list[Any]], values: Sequence[Any], closed
         results, pull = jax.vjp(lambda *arguments: call(*constants, *arguments), *arguments)
         return pull([x if is_inexact(x) else np.zeros(x.shape, float0) for x in results])
 
-    def is_small(aval: Any) -> bool:
-        dtype = getattr(aval, "dtype", None)
-        is_floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-        return is_floating and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.bfloat16).maxexp
-
     def has_small(program: Any) -> bool:
         program = open_program(program)
-        avals = (v.aval for eqn in program.eqns for v in (*eqn.invars, *eqn.outvars))
+        each = (v.aval for eqn in program.eqns for v in (*eqn.invars, *eqn.outvars))
+        dtypes = {getattr(aval, "dtype", None) for aval in each}
         inner = (p for eqn in program.eqns for p in _programs_in(eqn))
-        return any(map(is_small, avals)) or any(map(has_small, inner))
+        return any(map(is_small_float, dtypes)) or any(map(has_small, inner))
 
     return has_small(jax.make_jaxpr(both)(*values))
 

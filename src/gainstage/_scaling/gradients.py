@@ -126,12 +126,13 @@ class Gradient(NamedTuple):
 Gradients = list[Gradient | None]
 
 
-def unscale(grads: PyTree, scale: jax.Array) -> PyTree:
-    """Returns the true gradients of a loss that was multiplied by `scale`, in float32 or wider.
+def unscale(grads: PyTree, scale: jax.Array | None) -> PyTree:
+    """Returns the true gradients of a loss that was multiplied by `scale`, or by nothing if that is
+    None, in float32 or wider.
 
     Gradients of integers, which are float0, and integers that a trainer made stay as they are.
     """
-    inverse = functools.cache(lambda dtype: 1 / scale.astype(dtype))
+    inverse = functools.cache(lambda dtype: None if scale is None else 1 / scale.astype(dtype))
 
     def one(leaf: Any) -> Any:
         value: Any = jnp.asarray(leaf)
@@ -139,7 +140,8 @@ def unscale(grads: PyTree, scale: jax.Array) -> PyTree:
             return leaf
         dtype = float32_or_wider(value.dtype)
         value = value if jnp.iscomplexobj(value) else value.astype(dtype)
-        return value * inverse(dtype).astype(value.dtype)
+        by = inverse(dtype)
+        return value if by is None else value * by.astype(value.dtype)
 
     return jax.tree.map(one, grads)
 

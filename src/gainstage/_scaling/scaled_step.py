@@ -102,6 +102,7 @@ class ScaledStep:
         loss: jax.Array | None = None,
         apply_if: jax.Array | None = None,
         is_finite: jax.Array | None = None,
+        is_scaled: bool = True,
     ) -> StepResult:
         """Reads the gradients, applies the update or skips it, and updates the loss scale.
 
@@ -120,6 +121,7 @@ class ScaledStep:
                 gradients.
             is_finite: a bool scalar: whether what else the step has computed at this scale is
                 finite. If False, that is an overflow as in the gradients.
+            is_scaled: whether the loss had a scale. If not, the rule's state stays as it is.
         """
         with_norm = state.observed is not None
         arrays = grads if checked is None else checked
@@ -136,7 +138,7 @@ class ScaledStep:
         is_local = bool(shardings) and all(sharding is None for sharding in shardings)
         divisor = scale if isinstance(scale, jax.Array) else None
         measured = {}
-        if rule.measures:
+        if rule.measures and is_scaled:
             measured = measure(rule.measures, grads, finite, loss, divisor, is_local)
         stats = state.observed
         if norm is not None:
@@ -148,9 +150,11 @@ class ScaledStep:
                 applied=applies,
                 norm=norm,
                 max_abs=measured.get("max_abs"),
-                loss_scale=self.loss_scale(state.rule_state),
+                loss_scale=self.loss_scale(state.rule_state) if is_scaled else jnp.float32(1),
                 every=self.every,
                 is_local=is_local,
             )
-        moved = advance(rule, state.rule_state, finite, **measured)
+        moved = state.rule_state
+        if is_scaled:
+            moved = advance(rule, moved, finite, **measured)
         return StepResult(result, inner, ScaledStepState(moved, stats), finite, applies)

@@ -38,14 +38,15 @@ from gainstage.transforms.loss_scaled_state import (
     LossScaledState,
     state_to_scale_by,
     states_in,
+    used_scale,
     without_scalars,
 )
 from gainstage.transforms.microbatches import Microbatches
 from gainstage.transforms.models import Partition, apply_changes, kind_of, split, traced_of
-from gainstage.transforms.refusals import explain_step, needless_scale
+from gainstage.transforms.refusals import explain_step
 from gainstage.transforms.step import Step, Taken
 from gainstage.transforms.train_state import TrainState, forget_donated, key_of
-from gainstage.transforms.value_and_grad import LossFunction, current_scale, loss_function
+from gainstage.transforms.value_and_grad import LossFunction, loss_function
 
 DRIFTS = (
     "gainstage.train_step inside of jax.pmap, or of jax.shard_map with check_vma=False: each "
@@ -394,7 +395,6 @@ class _CompiledStep:
         if options.retries and scaled and scaled.is_fixed:
             warn(NO_RETRY)
         self._over = scaled.over if scaled else ()  # the mesh axes of `shard_state_over`
-        self._is_fixed = scaled is not None and scaled.is_fixed
         self._lowest = _lowest_of(scaled.rule) if scaled else 0.0
         self._watch = DeadRunWatch(self._lowest)
         self._lost = _watch_of_lost_steps(options.retries, scaled.rule if scaled else None)
@@ -413,9 +413,9 @@ class _CompiledStep:
         try:
             self._lost.look()
             if audits is None:
-                self._watch.look(lambda: current_scale(opt_state))
+                self._watch.look(lambda: used_scale(opt_state))
                 return
-            self._watch.look(lambda: current_scale(opt_state), lambda: audits.mend_now(given))
+            self._watch.look(lambda: used_scale(opt_state), lambda: audits.mend_now(given))
             if is_inside():
                 audits.tell_inside()
             else:
@@ -455,7 +455,8 @@ class _CompiledStep:
                 scaled.applied, outcome.loss, True, scale, outcome.spoiled, outcome.beside
             )
             structure = default_registry.flatten(batch)[1]
-            self._lost.see(scaled.applied, outcome.loss, scale, step, structure)
+            if outcome.is_scaled:  # else no lower scale helps
+                self._lost.see(scaled.applied, outcome.loss, scale, step, structure)
             vars(state)["_returned"] = _Returned(self, program, partition, leaves, arrays, kinds)
         return state, outcome.loss, *outcome.aux
 
@@ -505,11 +506,8 @@ class _CompiledStep:
             arrays = _unshared(program, arrays, jax.tree.leaves(batch), state._returned)
         if not (self._is_known or inside):  # in the first call
             self._is_known = True
-            traced = program.run.trace(*arrays, *batch).jaxpr
-            needless = None if self._is_fixed else needless_scale(traced)
-            if needless:
-                warn(needless)
             if shardings is not None:
+                traced = program.run.trace(*arrays, *batch).jaxpr
                 of_params, of_extra, _ = partition.lists(whole)
                 tell_if_whole([*of_params, *of_extra], batch, traced)
         return program, arrays, kinds

@@ -14,17 +14,18 @@ from gainstage._programs.degrees import (
     ONE,
     OWN,
     THROWN_AWAY,
+    UNSCALED,
     Mark,
     Seen,
     degree_of_product,
     scale_power,
 )
+from gainstage._programs.in_dtype import has_small_floats
 from gainstage._programs.jaxprs import AnyJaxpr
 from gainstage._programs.places import line_of
 from gainstage._variables.bridge import recorded
 from gainstage._variables.sharding import SUMMED
 from gainstage.transforms.models import traced_of
-from gainstage.transforms.refusals import needless_scale
 
 SOME_LINE = "an unknown line"
 _INSIDE = "Put it behind the check: gainstage.loss_scaled(optax.chain({inner}, tx))."
@@ -126,6 +127,15 @@ _TEXTS = {
     ),
 }
 
+# What is no fault in a step without float16 and float8.
+_OF_SMALL_FLOATS = {
+    "not scaled",
+    "one not scaled",
+    "plain grad_fn",
+    "constant divisor",
+    "no use",
+    "scale thrown away",
+}
 # The same for an optimizer of `gainstage.optimizers`, where another line is to be written.
 _OF_OPTIMIZERS = {
     "not scaled": (
@@ -171,8 +181,8 @@ def lint(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Fault]:
 
     It traces the step and follows the loss scale through its program: each gradient that an update
     gets must have been multiplied by it once, and divided once, with nothing on the way that hides
-    an overflow. A scale that adapts, but is not needed in float32 or bfloat16, is found too. What
-    it cannot know, as of a kernel or a callback, it says nothing about. A
+    an overflow. A step without float16 and float8 needs no scale, so a missing one is no fault
+    there. What it cannot know, as of a kernel or a callback, it says nothing about. A
     `train_step` scales and divides by itself; this is for steps of your own.
 
     Args:
@@ -226,11 +236,9 @@ def read_program(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Reading
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # which it tells itself
         program = jax.make_jaxpr(run)(*values)
     marks = degrees.marks_of(program)
-    adapts = next((m for m in marks if m.name == "state" and "fixed" not in m.options), None)
-    needless = needless_scale(program) if adapts else None
     found = faults_in(marks)
-    if adapts and needless:
-        found.append(Fault("needless scale", adapts.line or SOME_LINE, needless))
+    if not has_small_floats(program):  # it needs no scale
+        found = [fault for fault in found if fault.kind not in _OF_SMALL_FLOATS]
     found += dropped_extras(program, marks)
     unknown = sum(m.name == "gradient" and m.value.degree is None for m in marks)
     return Reading(found, any(m.name in ("state", "scale") for m in marks), unknown)
@@ -345,7 +353,7 @@ def _is_written(x: Seen) -> bool:
 def _of_gradient(x: Seen, state: Mark, by: Mark | None) -> Iterator[Fault]:
     """What is wrong with one gradient of an update."""
     unit, moves = _unit(state.value), "fixed" not in state.options
-    scales = x.through - {OWN}
+    scales = x.through - {OWN, UNSCALED}
     if moves and not scales and OWN in x.through and "ruled" in state.options:
         yield _fault("no use", state)
     if moves and scales and OWN not in x.through and unit is not None and unit not in scales:

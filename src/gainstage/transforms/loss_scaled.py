@@ -51,7 +51,7 @@ from gainstage.transforms.loss_scaled_state import (
 from gainstage.transforms.marks import marked, marked_function
 from gainstage.transforms.models import kind_of
 from gainstage.transforms.optax_checks import MissingArgumentError, check_transformation, updated_by
-from gainstage.transforms.plain_gradients import NOT_SCALED, is_plain
+from gainstage.transforms.plain_gradients import NOT_SCALED, Origin, origin_of
 from gainstage.transforms.refusals import (
     cast_state,
     check_leaves,
@@ -209,7 +209,8 @@ class ScaledTransformation:
         if states_in(inner):
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
         first = self._scaling.first(start(self.rule), len(leaves_and_none(params)))
-        state = LossScaledState(first.rule_state, inner, jnp.array(True), first.observed)
+        flags = jnp.array(True), jnp.array(True)  # each of its own, as both may be donated
+        state = LossScaledState(first.rule_state, inner, flags[0], first.observed, flags[1])
         return on_mesh_of(params, state)
 
     def _first(self, params: PyTree) -> OptState:
@@ -226,11 +227,13 @@ class ScaledTransformation:
         shardings: Sequence[Any] = (),
         param_shardings: Sequence[Any] = (),  # from `train_step`, also if all are replicated
         apply_if: Flag | None = None,
+        is_scaled: bool = True,  # from `train_step`
         **extra: Any,
     ) -> tuple[PyTree, LossScaledState]:
         """The updates and the state after a step, as `loss_scaled` documents them."""
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
-        self._check(updates, state, params, loss_scale, extra)
+        self._check(updates, state, extra)
+        is_scaled = is_scaled and self._is_scaled(updates, state, params, loss_scale)
         updates, state, loss_scale = self._marked(updates, state, loss_scale, apply_if)
         if (kind := kind_of(params)).is_model:
             params = kind.chosen(params, updates)
@@ -267,13 +270,16 @@ class ScaledTransformation:
             loss=extra.get("value"),
             apply_if=apply_if,
             is_finite=is_finite,
+            is_scaled=is_scaled,
         )
         updates = jax.tree.map(
             lambda u: u if u.dtype == float0 else jnp.where(applied, u, -0.0).astype(u.dtype),
             updates,
         )
         rule_state = after.rule_state._replace(scale=marked(after.rule_state.scale, "new"))
-        return updates, LossScaledState(rule_state, inner, applied, after.observed)
+        # A bool that is computed with the scale, as a constant would be stored by a kernel.
+        was_scaled = rule_state.scale > 0 if is_scaled else state.rule_state.scale <= 0
+        return updates, LossScaledState(rule_state, inner, applied, after.observed, was_scaled)
 
     def _marked(
         self, grads: PyTree, state: LossScaledState, by: Scalar | None, apply_if: Flag | None
@@ -319,16 +325,21 @@ class ScaledTransformation:
             new = jax.tree.map(typed_like, new, inner)
         return updates, new
 
-    def _check(
-        self,
-        updates: PyTree,
-        state: OptState,
-        params: PyTree,
-        loss_scale: Scalar | None,
-        extra: dict[str, Any],
-    ) -> None:
-        """Refuses a state of another transformation, and warns of gradients that cannot be true.
-        In `extra`, what functions return is marked for `lint`."""
+    def _is_scaled(
+        self, updates: PyTree, state: LossScaledState, params: PyTree, by: Scalar | None
+    ) -> bool:
+        """Whether gradients are those of a scaled loss, as far as their program shows it. It warns
+        of a loss in float16 that has no scale."""
+        origin = Origin.UNKNOWN
+        if by is None:
+            origin = origin_of(updates, state.rule_state.scale, params)
+        if origin is Origin.LOST and self._watches:
+            warn(NOT_SCALED)
+        return origin is not Origin.UNSCALED
+
+    def _check(self, updates: PyTree, state: OptState, extra: dict[str, Any]) -> None:
+        """Refuses a state of another transformation. In `extra`, what functions return is marked
+        for `lint`."""
         ours = isinstance(state, LossScaledState)
         scale = getattr(state.rule_state, "scale", None) if ours else None
         if scale is None or not jax.tree_util.all_leaves([scale]):
@@ -343,8 +354,6 @@ class ScaledTransformation:
         if self._watches:
             if getattr(scale, "dtype", None) in (jnp.float16, jnp.bfloat16):
                 raise cast_state(scale.dtype)
-            if loss_scale is None and is_plain(updates, scale, params):
-                warn(NOT_SCALED)
             if "grad_fn" in extra:
                 extra["grad_fn"] = marked_function(extra["grad_fn"], "grad_fn")
             if "value_fn" in extra:

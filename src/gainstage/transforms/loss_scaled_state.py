@@ -24,6 +24,9 @@ class LossScaledState(NamedTuple):
     inner: OptState  # the state of the wrapped transformation
     applied: Any = True  # bool scalar: whether the last step was applied, True before the first
     observed: Any = None  # the telemetry, if enabled
+    is_scaled: Any = (
+        True  # bool scalar: whether the last step used the scale, True before the first
+    )
 
 
 def loss_scaled_state(opt_state: OptState) -> LossScaledState:
@@ -181,6 +184,12 @@ def states_in(tree: PyTree) -> list[LossScaledState]:
     return [node for node in nodes if _is_state(node)]
 
 
+def used_scale(opt_state: OptState) -> jax.Array:
+    """The loss scale of the last step, 1 if it used none; before the first that of the rule."""
+    state = loss_scaled_state(opt_state)
+    return jnp.where(state.is_scaled, state.rule_state.scale, 1.0)
+
+
 def retried(opt_state: OptState) -> OptState:
     """The state after a skipped step that is taken again: its telemetry counts a retry instead."""
 
@@ -214,7 +223,9 @@ def with_scale(opt_state: OptState, scale: ArrayLike) -> OptState:
     def changed(state: LossScaledState) -> LossScaledState:
         old = state.rule_state
         new = jnp.zeros_like(old.scale) + jnp.asarray(scale, jnp.float32)
-        return state._replace(rule_state=old._replace(scale=new))
+        return state._replace(
+            rule_state=old._replace(scale=new), is_scaled=jnp.ones_like(state.is_scaled)
+        )
 
     return _with_states(changed, opt_state)
 
@@ -296,5 +307,5 @@ def _unboxed(state: LossScaledState) -> LossScaledState:
             return x and type(x)(*map(unboxed, x))
         return jax.tree.leaves(x)[0]
 
-    more = map(unboxed, (state.applied, state.observed))
+    more = map(unboxed, (state.applied, state.observed, state.is_scaled))
     return LossScaledState(unboxed(state.rule_state), state.inner, *more)

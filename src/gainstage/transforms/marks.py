@@ -17,13 +17,13 @@ def marked(tree: Tree, name: str, *options: str) -> Tree:
 
     Args:
         tree: a pytree.
-        name: "scale", a loss scale that is read; "state", that of the state of an update; "new",
-            that after it; "gradient", what it gets; "by", what it divides by; "own", a gradient of
-            a loss that scales itself; "grad_fn", what such a function returns to a
-            transformation; "summed", gradients that JAX sums over devices, with these axes as its
-            option; "taken", the decision in the state of an update; "decision", one that
-            is asked for; "extra", what a loss has changed, with what tells a state and a batch from
-            others as its options.
+        name: "scale", a loss scale that is read; "unscaled", true gradients of a loss without one;
+            "state", the scale of the state of an update; "new", that after it; "gradient", what it
+            gets; "by", what it divides by; "own", a gradient of a loss that scales itself;
+            "grad_fn", what such a function returns to a transformation; "summed", gradients that
+            JAX sums over devices, with these axes as its option; "taken", the decision in the state
+            of an update; "decision", one that is asked for; "extra", what a loss has changed, with
+            what tells a state and a batch from others as its options.
         options: what else is to be known of it.
     """
     if trace_ctx.is_top_level():

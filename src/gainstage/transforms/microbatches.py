@@ -115,7 +115,7 @@ class _Changed(NamedTuple):
 def gradients_of_parts(
     loss: LossFunction,
     state: StateParts,
-    scale: jax.Array,
+    scale: jax.Array | None,
     batch: Sequence[PyTree],
     microbatches: Microbatches,
 ) -> tuple[Backward, PyTree]:

@@ -10,9 +10,6 @@ import optax
 from gainstage._base._jax import Tracer
 from gainstage._base.arrays import is_key
 from gainstage._base.checks import brief
-from gainstage._programs import jaxprs
-from gainstage._programs.operations import PRODUCTS
-from gainstage._programs.patterns import is_small, terms_of
 from gainstage._variables.types import OptState, PyTree, Structure
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
@@ -87,40 +84,6 @@ def statistics_in(params: PyTree, inner: OptState) -> str | None:
         "extra=variables['batch_stats']); loss_fn(params, extra, x) applies the module to "
         "{'params': params, 'batch_stats': extra} and returns (loss, new extra)."
     )
-
-
-NOTHING_IN_HALF = (
-    "No product of this loss is in half precision, so its loss scale changes nothing. Write "
-    "gainstage.train_step(gainstage.autocast(loss_fn)), unless that is what you have: autocast "
-    "keeps products of few terms in float32. For training in float32, "
-    "gainstage.TrainState.create(params, tx, rule=gainstage.FixedLossScale(1.0)). To silence this "
-    'warning: warnings.filterwarnings("ignore", message="No product of this loss").'
-)
-BFLOAT16_ALONE = (
-    "All products of this loss in half precision are in bfloat16, which has the range of float32 "
-    "and needs no loss scale that adapts. Write gainstage.TrainState.create(params, tx, "
-    "rule=gainstage.FixedLossScale(1.0)). To silence this warning: "
-    'warnings.filterwarnings("ignore", message="All products of this loss").'
-)
-
-
-def needless_scale(program: jaxprs.AnyJaxpr) -> str | None:
-    """A warning for a step that adapts a loss scale which its program does not need; None if there
-    is something in float16 or float8, something that cannot be looked into, or no product that
-    half precision is for."""
-    dtypes, products = set[Any](), set[Any]()
-    for eqn in jaxprs.equations(program):
-        if eqn.primitive.name in jaxprs.OPAQUE:
-            return None
-        found = {getattr(variable.aval, "dtype", None) for variable in eqn.invars} - {None}
-        dtypes |= found
-        if eqn.primitive.name in PRODUCTS and not is_small(eqn) and terms_of(eqn) > 1:
-            products |= found
-    floats = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
-    small = {dtype for dtype in floats if dtype.itemsize < 4}
-    if not small:
-        return NOTHING_IN_HALF if floats & products else None
-    return BFLOAT16_ALONE if small == {jnp.dtype(jnp.bfloat16)} <= products else None
 
 
 def wrong_state(state: object) -> TypeError:

@@ -116,7 +116,20 @@ def replayed(
         replay.done()
         return [value.x for value in values]
 
-    return traced(fun, run, half=half)
+    again: Any = traced(fun, run, half=half)
+    again.half = half
+    return again  # type: ignore[no-any-return]
+
+
+def half_of(fun: Any) -> str:
+    """The half-precision dtype of a function from `replayed`, also of one that
+    `functools.partial`, `jax.jit` or `functools.wraps` has made of it; "" of another."""
+    while fun is not None:
+        half = getattr(fun, "half", "")
+        if isinstance(half, str) and half:
+            return half
+        fun = getattr(fun, "func", None) or getattr(fun, "__wrapped__", None)
+    return ""
 
 
 def traced(

@@ -22,6 +22,7 @@ from gainstage._scaling.retry_loop import BACKOFF, Attempt, try_again
 from gainstage._variables.sharding import on_all_devices, varying_like
 from gainstage._variables.types import P, PyTree, R
 from gainstage.transforms.marks import marked
+from gainstage.transforms.needs_scale import is_for_scale
 from gainstage.transforms.retrace import IS_KEPT, traced
 
 RETRIES = 8
@@ -39,6 +40,7 @@ def self_scaled(
 
     - Wrap the whole loss, with its mean over a batch. Inside of `jax.vmap` or `jax.lax.scan` it
       keeps the gradient of each example.
+    - A loss without float16 and float8 needs no scale, and is left as it is.
     - If every step is retried, the scale is too high for it: pass a lower one.
     - It is differentiated once, in reverse mode: JAX refuses `jax.jvp` of it, and in compiled code
       second derivatives.
@@ -89,7 +91,7 @@ def scaled_by_itself(
 
     def run(program: ClosedJaxpr, inputs: Sequence[Any], arguments: PyTree) -> list[Any]:
         arrays = inputs[1:]  # the scale is the first
-        if IS_KEPT.value:  # all of it is in float32, which needs no scale
+        if IS_KEPT.value or not is_for_scale(program, inputs):
             unscaled = _varying(jnp.float32(1)), *arrays
             return jaxprs.interpret(
                 program, unscaled, lambda eqn, xs, _: jaxprs.bind_shared(eqn, xs)

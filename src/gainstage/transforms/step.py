@@ -34,7 +34,7 @@ from gainstage.transforms.models import (
 )
 from gainstage.transforms.optax_checks import MissingArgumentError
 from gainstage.transforms.retrace import IS_KEPT
-from gainstage.transforms.step_gradients import NewExtra, StateParts
+from gainstage.transforms.step_gradients import NewExtra, StateParts, scales
 from gainstage.transforms.updates import selected, updated
 from gainstage.transforms.value_and_grad import Backward, LossFunction
 
@@ -96,6 +96,7 @@ class Outcome:
     spoiled: jax.Array | None  # the number in `beside` of what is not finite, or -1
     partition: Partition = dataclasses.field(metadata={"static": True})  # of the new state
     beside: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    is_scaled: bool = dataclasses.field(metadata={"static": True})  # whether there was a loss scale
     summed: str = dataclasses.field(metadata={"static": True})  # the axes of `summed_over`
 
 
@@ -148,8 +149,13 @@ class Step(NamedTuple):
             batch: what the loss takes beside the state. Its objects of NNX stay as they are.
             shardings: a `NamedSharding` for each array of the model; none if they have none.
         """
-        first = self._try(partition, arrays, batch, shardings)
-        if not self.retries:
+        state = _state_of(partition, arrays)
+        parts = self.microbatches
+        part = None if parts.count == 1 else functools.partial(parts.part, number=0)
+        is_scaled = scales(self.loss, state, batch, part=part)
+        attempt = functools.partial(self._try, batch=batch, shardings=shardings, scales=is_scaled)
+        first = attempt(partition, state)
+        if not (self.retries and is_scaled):
             return first
 
         def tried(taken: Taken, before: OptState) -> Attempt:
@@ -161,30 +167,34 @@ class Step(NamedTuple):
         def again(skipped: Taken) -> Attempt:
             before = retried(skipped.opt_state)
             arrays, outcome = skipped.with_opt_state(before)
-            return tried(self._try(outcome.partition, arrays, batch, shardings), before)
+            partition = outcome.partition
+            return tried(attempt(partition, _state_of(partition, arrays)), before)
 
-        before = partition.combine(arrays).rest[0]
-        _, last = try_again(tried(first, before), again, self.retries)
+        _, last = try_again(tried(first, state.opt_state), again, self.retries)
         return last.with_opt_state(with_first_scale_if_skipped(last.opt_state, first.opt_state))
 
     def _try(
         self,
         partition: Partition,
-        arrays: Sequence[Any],
+        state: StateParts,
         batch: Sequence[PyTree],
         shardings: Sequence[Any],
+        scales: bool,
     ) -> Taken:
-        """A step without retries."""
-        params, extra, (opt_state, step) = partition.combine(arrays)
-        state = StateParts(params, opt_state, extra, step)
-        scale = state_to_scale_by(opt_state).rule_state.scale
+        """A step without retries, of a loss that is multiplied by the loss scale or not."""
+        opt_state = state.opt_state
+        scaling = state_to_scale_by(opt_state)
+        scale = scaling.rule_state.scale if scales else None
         backward, changes = gradients_of_parts(self.loss, state, scale, batch, self.microbatches)
         grads, options = backward.grads, dict[str, Any]()
-        if isinstance(opt_state, LossScaledState):
+        is_first = isinstance(opt_state, LossScaledState)  # others get the gradients first
+        if is_first and shardings:
+            options |= _sharding_options(partition, shardings, grads)
+        if scale is None:
+            options["is_scaled"] = False
+        elif is_first:
             options["loss_scale"] = scale
-            if shardings:
-                options |= _sharding_options(partition, shardings, grads)
-        else:  # others get the gradients first
+        if scale is None or not is_first:
             grads = gradients.unscale(grads, scale)
         if self.microbatches.weight is not None:  # nothing may count, which is no overflow
             options["apply_if"] = jnp.isfinite(backward.loss)
@@ -207,13 +217,14 @@ class Step(NamedTuple):
         applies = loss_scaled_state(new.opt_state).applied
         if changes:
             changes = selected(changes, Changeable(batch).before(changes), applies)
-        beside, spoiled = _spoiled(backward, extra, applies)
+        beside, spoiled = _spoiled(backward, state.extra, applies)
         aux = [backward.aux] if self.loss.has_aux else []
         over = summed_over(backward.loss, grads)
-        return Taken(arrays, Outcome(backward.loss, aux, changes, spoiled, after, beside, over))
+        outcome = Outcome(backward.loss, aux, changes, spoiled, after, beside, scales, over)
+        return Taken(arrays, outcome)
 
     def _functions(
-        self, state: StateParts, batch: Sequence[PyTree], scale: jax.Array
+        self, state: StateParts, batch: Sequence[PyTree], scale: jax.Array | None
     ) -> dict[str, Callable[..., Any]]:
         """What a transformation may call for more values and gradients on a batch: the loss as it
         is, the loss in float32, for second derivatives, and its true gradients."""
@@ -245,6 +256,12 @@ class Step(NamedTuple):
             return found.true_grads(scale)
 
         return {"value_fn": value, "obj_fn": value_in_float32, "grad_fn": gradients_at}
+
+
+def _state_of(partition: Partition, arrays: Sequence[Any]) -> StateParts:
+    """The state of a partition with these arrays."""
+    params, extra, (opt_state, step) = partition.combine(arrays)
+    return StateParts(params, opt_state, extra, step)
 
 
 def _sharding_options(

@@ -38,6 +38,7 @@ from gainstage.transforms.loss_scaled_state import (
     observed_in,
     state_to_scale_by,
     states_in,
+    used_scale,
     with_scale,
 )
 from gainstage.transforms.marks import marked, marked_extra
@@ -45,9 +46,14 @@ from gainstage.transforms.models import Changeable, Equinox, Model, apply_change
 from gainstage.transforms.optax_checks import check_transformation, refuse_per_example
 from gainstage.transforms.refusals import check_leaves, check_parameters, refuse_others
 from gainstage.transforms.step import apply_gradients
-from gainstage.transforms.step_gradients import NewExtra, StateParts, compute_gradients_beside
+from gainstage.transforms.step_gradients import (
+    NewExtra,
+    StateParts,
+    compute_gradients_beside,
+    scales,
+)
 from gainstage.transforms.updates import step_was_applied
-from gainstage.transforms.value_and_grad import current_scale, loss_function
+from gainstage.transforms.value_and_grad import loss_function
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -168,8 +174,9 @@ class TrainState(Generic[Params]):
 
     @property
     def loss_scale(self) -> jax.Array:
-        """The loss scale of the next step, a float32 scalar."""
-        return current_scale(self.opt_state)
+        """The loss scale that the last step used, or, before the first one, that of the next: a
+        float32 scalar. It is 1.0 after a step without float16 and float8, which needs none."""
+        return used_scale(self.opt_state)
 
     @property
     def applied(self) -> jax.Array:
@@ -314,7 +321,8 @@ class TrainState(Generic[Params]):
         scale = state_to_scale_by(self.opt_state).rule_state.scale
 
         def true(*batch: Any, **kwargs: Any) -> tuple[Any, ...]:
-            factor = marked(scale, "scale")
+            is_scaled = scales(loss, self._parts, batch, kwargs)
+            factor = marked(scale, "scale") if is_scaled else None
             found = compute_gradients_beside(loss, self._parts, factor, batch, kwargs)
             aux = [found.aux] if has_aux else []
             extra, started = found.extra, ((self.params, self.extra), (batch, kwargs))

@@ -1,5 +1,6 @@
 """Scaled losses of optax loops, and their true gradients."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 
 from gainstage._base import checks
 from gainstage._base.checks import brief
+from gainstage._programs.degrees import UNSCALED
 from gainstage._programs.true_cotangents import called_at, loss_times
 from gainstage._scaling import gradients
 from gainstage._variables.sharding import summed_over
@@ -16,6 +18,7 @@ from gainstage._variables.types import Aux, OptState, P, PyTree, Scalar, Using
 from gainstage.transforms.loss_scaled_state import loss_scaled_state, state_to_scale_by
 from gainstage.transforms.marks import marked
 from gainstage.transforms.models import explain, kind_of
+from gainstage.transforms.needs_scale import needs_scale
 
 
 @overload
@@ -86,7 +89,7 @@ def value_and_grad(
     scale = state_to_scale_by(opt_state).rule_state.scale
 
     def true(*args: Any, **kwargs: Any) -> Any:
-        factor = marked(scale, "scale")
+        factor = marked(scale, "scale") if needs_scale(fun, args, kwargs) else None
         found = loss_fn.backward(factor, args, kwargs, argnums)
         return ((found.loss, found.aux) if has_aux else found.loss), found.true_grads(factor)
 
@@ -129,9 +132,12 @@ class Backward(NamedTuple):
     aux: Any
     grads: PyTree  # still multiplied by the loss scale
 
-    def true_grads(self, scale: jax.Array) -> PyTree:
-        """The true gradients, marked for `lint` if JAX has summed them over devices."""
+    def true_grads(self, scale: jax.Array | None) -> PyTree:
+        """The true gradients, marked if there was no scale, and if JAX has summed them over
+        devices."""
         grads = gradients.unscale(self.grads, scale)
+        if scale is None:
+            grads = marked(grads, UNSCALED)
         is_manual = jax.sharding.get_abstract_mesh().manual_axes
         over = summed_over(self.loss, grads) if is_manual else ""
         return marked(grads, "summed", over) if over else grads
@@ -153,24 +159,25 @@ class LossFunction(NamedTuple):
 
     def backward(
         self,
-        scale: jax.Array,
+        scale: jax.Array | None,
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
         argnums: Any = 0,
     ) -> Backward:
-        """Differentiates the loss times `scale` at these arguments, the library of which chooses
-        what differentiates."""
+        """Differentiates the loss times `scale`, or the loss itself for None, at these arguments,
+        the library of which chooses what differentiates."""
 
         @functools.wraps(self.fun, updated=())  # NNX finds the names of arguments in the signature
         def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, PyTree, Any]]:
             try:
-                with loss_times(scale):
+                with contextlib.nullcontext() if scale is None else loss_times(scale):
                     result = self.fun(*args, **kwargs)
             except Exception as error:
                 explain(error)
                 raise
             loss, extra, aux = self.parts(result, args)
-            return gradients.scaled(loss, scale), (gradients.upcast(loss), extra, aux)
+            true = gradients.upcast(loss)
+            return true if scale is None else gradients.scaled(loss, scale), (true, extra, aux)
 
         by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
         chosen: Sequence[Any] = argnums if isinstance(argnums, Sequence) else [argnums]

@@ -1,0 +1,79 @@
+"""The one switch of loss scaling: the dtype of what a loss computes.
+
+The gradients of float16 and float8 are lost below 2**-24, so a loss that computes in them is
+multiplied by a scale. bfloat16 has the range of float32, so a loss without float16 and float8 is
+differentiated as it is.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.dtypes import float0
+
+from gainstage._base._jax import ClosedJaxpr, jaxpr_as_fun, trace_ctx
+from gainstage._base.arrays import partition
+from gainstage._programs.backward_at import is_small_float
+from gainstage._programs.in_dtype import dtypes_and_names, has_small_floats
+from gainstage._programs.true_cotangents import of_no_loss
+from gainstage._variables.bridge import recorded
+from gainstage.transforms.models import Changeable
+from gainstage.transforms.retrace import half_of
+
+
+def needs_scale(
+    loss: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> bool:
+    """Whether a loss is to be multiplied by a scale: whether something in it is in float16 or
+    float8.
+
+    `autocast` in one of them says so. Any other loss is traced, once more than without this, and
+    its program is read; nothing of it is computed or changed. Outside of a compiled function, where
+    that would cost as much as the step, the answer is True: the scale then does no harm.
+
+    Args:
+        loss: a function of arrays and models.
+        args, kwargs: its arguments.
+    """
+    if trace_ctx.is_top_level() or half_of(loss) == "float16":
+        return True
+    given = tuple(args), dict(kwargs or {})
+    arrays, static = partition(given)
+
+    def results(arrays: Sequence[Any]) -> list[jax.Array]:
+        args, kwargs = Changeable(given, static.combine(arrays)).tree
+        with recorded(runs_now=True), of_no_loss():  # what it assigns to variables is undone
+            found = jax.tree.leaves(loss(*args, **kwargs))
+        return [x for x in found if isinstance(x, jax.Array)]
+
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the step itself warns
+            program = jax.make_jaxpr(results)(arrays)
+    except Exception:  # which the step itself explains
+        return True
+    return is_for_scale(program, arrays)
+
+
+def is_for_scale(program: ClosedJaxpr, arrays: Sequence[Any]) -> bool:
+    """Whether something is in float16 or float8 in a program, or in the backward pass of a
+    `jax.custom_vjp` in it."""
+    dtypes, names = dtypes_and_names(program)
+    if any(map(is_small_float, dtypes)):
+        return True
+    if not any("custom_vjp" in name for name in names):
+        return False
+
+    def backward(arrays: Sequence[Any]) -> Any:
+        results, pull = jax.vjp(lambda xs: jaxpr_as_fun(program)(*xs), list(arrays))
+        return pull(list(map(_cotangent, results)))
+
+    return has_small_floats(jax.make_jaxpr(backward)(arrays))
+
+
+def _cotangent(x: jax.Array) -> Any:
+    """A cotangent of a result."""
+    is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    return jnp.ones_like(x) if is_inexact else np.zeros(x.shape, float0)
