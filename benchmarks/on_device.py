@@ -100,7 +100,7 @@ class Trained:
             self.state: Any = (params, tx.init(params))
             self.step: Any = jax.jit(partial(plain_step, loss, tx), donate_argnums=0)
         else:
-            self.state = gs.TrainState.create(params, tx, rule=rule)
+            self.state = gs.TrainState.create(params, tx, loss_scale=rule)
             self.step = gs.train_step(loss)
         del params
         before, start = HITS["count"], time.perf_counter()

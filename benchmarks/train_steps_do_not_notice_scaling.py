@@ -68,7 +68,7 @@ def in_optax(model: models.Model) -> harness.Variant:
 def train_step(model: models.Model) -> harness.Variant:
     """Adam in optax, with `gs.TrainState` and `gs.train_step`."""
     params, tx = jax.tree.map(jnp.copy, model.params), optax.adam(RATE, eps=EPSILON)
-    state = gs.TrainState.create(params, tx, rule=gs.DynamicLossScale(SCALE))
+    state = gs.TrainState.create(params, tx, loss_scale=gs.DynamicLossScale(SCALE))
     return of_state(gs.train_step(model.loss), state)
 
 

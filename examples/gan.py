@@ -64,13 +64,11 @@ def generator_loss(generator, discriminator, z):
 
 def train(dtype, seed, steps=1500):
     """The generator, the losses of both players, and how many steps were skipped."""
-    rule = None if dtype == "float16" else gs.FixedLossScale(1.0)
-    cast = gs.autocast(dtype=dtype) if dtype != "float32" else lambda fun: fun
-    step_d = gs.train_step(cast(discriminator_loss))
-    step_g = gs.train_step(cast(generator_loss))
+    step_d = gs.train_step(gs.autocast(discriminator_loss, dtype))
+    step_g = gs.train_step(gs.autocast(generator_loss, dtype))
     tx, rngs = optax.adam(5e-4, b1=0.5), nnx.Rngs(seed)
-    d = gs.TrainState.create(Discriminator(rngs), tx, rule=rule, telemetry=True)
-    g = gs.TrainState.create(Generator(rngs), tx, rule=rule, telemetry=True)
+    d = gs.TrainState.create(Discriminator(rngs), tx, telemetry=True)
+    g = gs.TrainState.create(Generator(rngs), tx, telemetry=True)
     rng, losses = np.random.default_rng(seed), []
     for _ in range(steps):
         images = digits.IMAGES[rng.integers(digits.TRAIN, size=BATCH)]

@@ -178,7 +178,7 @@ def begin(settings, saved, everywhere):
     """The state, which checks every microbatch, from the file if there is one, and the number of
     its step."""
     model, tx = jax.device_put(make_model(settings), everywhere), make_optimizer(settings)
-    state = gs.TrainState.create(model, tx, rule=RULE, telemetry=True)
+    state = gs.TrainState.create(model, tx, loss_scale=RULE, telemetry=True)
     if not saved.exists():
         return state, 0
     state = gs.load(saved, state)

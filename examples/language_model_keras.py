@@ -98,7 +98,7 @@ def make_optimizer(steps):
     window = {"gradient_accumulation_steps": 2, "global_clipnorm": 1.0}
     average = {"use_ema": True, "ema_momentum": 0.5 ** (20 / steps)}  # `fit` ends with averages
     adamw = keras.optimizers.AdamW(rate, weight_decay=0.1, **window, **average)
-    return LossScaleOptimizer(adamw, rule=gs.DynamicLossScale(2.0**20, increment_period=100))
+    return LossScaleOptimizer(adamw, loss_scale=gs.DynamicLossScale(2.0**20, increment_period=100))
 
 
 def main():

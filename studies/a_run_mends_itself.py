@@ -68,7 +68,7 @@ def new_state(run: Run, is_scaled: bool) -> gs.TrainState[Any]:
     """The state at the start of a run."""
     rule = None if is_scaled else gs.FixedLossScale(1.0)
     params = jax.tree.map(jax.numpy.copy, run.params)
-    return gs.TrainState.create(params, run.optimizer, rule=rule)
+    return gs.TrainState.create(params, run.optimizer, loss_scale=rule)
 
 
 def trained(run: Run, loss: Callable[..., Any], is_scaled: bool, **options: Any) -> Trained:

@@ -105,7 +105,7 @@ class Trainer:
             gs.optimizers.Variable(w, name=f"w{i}") for i, w in enumerate(task.weights(0))
         ]
         self.optimizer = gs.optimizers.LossScaleOptimizer(
-            Adam(task.rate), rule=rule or gs.FixedLossScale(1.0), telemetry=True
+            Adam(task.rate), loss_scale=rule or gs.FixedLossScale(1.0), telemetry=True
         )
         self.optimizer.build(self.weights)
         self.fresh = [variable.numpy() for variable in self.optimizer.variables]

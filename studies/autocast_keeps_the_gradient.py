@@ -250,7 +250,7 @@ def trained(name: str, steps: int = STEPS) -> dict[str, Any]:
     losses: dict[str, list[float]] = {}
     for arm, (cast, rule) in TRAINING.items():
         params = jax.tree.map(jnp.copy, model.params)
-        state = gs.TrainState.create(params, optax.adam(TRAINED[name]), rule=rule)
+        state = gs.TrainState.create(params, optax.adam(TRAINED[name]), loss_scale=rule)
         step, seen = gs.train_step(cast(model.loss)), []
         for seed in range(100, 100 + steps):
             state, loss = step(state, model.batch(seed))

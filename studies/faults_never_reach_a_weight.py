@@ -192,7 +192,7 @@ class Training:
         rate = schedules.CosineDecay(RATES[optimizer], STEPS)
         momentum = {"momentum": 0.9} if optimizer == "SGD" else {}
         inner = getattr(gs.optimizers, optimizer)(rate, **momentum, **options)
-        self.optimizer = FaultyOptimizer(inner, rule=RULES[rule])
+        self.optimizer = FaultyOptimizer(inner, loss_scale=RULES[rule])
         self.optimizer.build(self.weights)
         self.inner = inner.variables  # the number of good steps, then all slots
         # Steps that let something not finite in, changed what they skipped, took what was spoiled,

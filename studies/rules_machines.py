@@ -180,7 +180,7 @@ def scaled_optimizer(
     if window:
         options = {"gradient_accumulation_steps": window}
     weight = Variable(W, name="weight")
-    opt = gs.optimizers.LossScaleOptimizer(SGD(0.25, momentum=0.5, **options), rule=rule)
+    opt = gs.optimizers.LossScaleOptimizer(SGD(0.25, momentum=0.5, **options), loss_scale=rule)
     opt.build([weight])
     inner = opt.inner_optimizer.variables
     own = [v for v in opt.variables if v not in inner]

@@ -53,7 +53,7 @@ class Run:
         ]
         inner = SGD(1.0, use_ema=True, ema_momentum=0.0, jit_compile=jit_compile)
         rule = gs.DynamicLossScale(1.0, GROWTH, max_scale=2.0**4)
-        self.opt = gs.optimizers.LossScaleOptimizer(inner, rule=rule)
+        self.opt = gs.optimizers.LossScaleOptimizer(inner, loss_scale=rule)
         self.opt.build(self.weights)
         self.step = gs.optimizers.jit(
             self.minimize, (self.weights, self.opt.variables), donate=True

@@ -104,7 +104,7 @@ def retried(mesh, steps):
     step = gs.train_step(loss_fn, retries=40)
     differentiate = jax.jit(jax.value_and_grad(gs.autocast(loss_fn, loss_scale=2.0**40)))
     w = on_mesh(np.zeros((16, 16), np.float32), whole)
-    state = gs.TrainState.create(w, optax.adam(0.01), rule=gs.DynamicLossScale(2.0**40))
+    state = gs.TrainState.create(w, optax.adam(0.01), loss_scale=gs.DynamicLossScale(2.0**40))
     seen = []
     for i in range(steps):
         x = np.random.default_rng(i).normal(size=(16, 16)).astype(np.float32)
@@ -164,7 +164,7 @@ def mended(mesh, steps):
         return jnp.mean((jnp.tanh(h - 2048.0 * params["first"].sum(0)) @ params["last"]) ** 2)
 
     params = {"first": drawn(rows, 32, 32), "last": drawn(whole, 32, 32)}
-    state = gs.TrainState.create(params, optax.adam(0.01), rule=gs.DynamicLossScale(2.0**4))
+    state = gs.TrainState.create(params, optax.adam(0.01), loss_scale=gs.DynamicLossScale(2.0**4))
     step, losses = gs.train_step(gs.autocast(loss_fn), audit_every=5, mend=True), []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -74,7 +74,7 @@ def test_a_dtype_has_the_names_that_people_know(name, other):
 
 def test_another_name_is_refused_where_it_is_written():
     """An unknown dtype is an error of the call that has it; a `with` says what to write."""
-    for wrong in ("banana", "float32", jnp.float32, jnp.int8, 3):
+    for wrong in ("banana", "float64", jnp.float64, jnp.int8, 3):
         with pytest.raises(ValueError, match=r"Expected one of .*'float16'.* for dtype; got"):
             gs.autocast(network, wrong)
     with pytest.raises(ValueError, match="for dtype; got 'banana'"):
@@ -82,6 +82,20 @@ def test_another_name_is_refused_where_it_is_written():
     words = r"it is no context. Write loss_fn = gainstage.autocast"
     with pytest.raises(TypeError, match=words), gs.autocast():
         pass
+
+
+@pytest.mark.parametrize("dtype", ["float32", jnp.float32, "fp32"])
+def test_float32_leaves_a_function_as_it_is(dtype):
+    """So one word turns autocast off, in all ways to write it."""
+    exact = str(jax.make_jaxpr(network)(PARAMS, X))
+    for cast in (gs.autocast(network, dtype), gs.autocast(dtype)(network)):
+        assert str(jax.make_jaxpr(cast)(PARAMS, X)) == exact
+
+
+def test_a_function_and_its_dtype_in_another_order_are_told():
+    """The error has the call as it is to be written."""
+    with pytest.raises(TypeError, match=r"Write autocast\(network, 'bfloat16'\)"):
+        gs.autocast("bfloat16", network)
 
 
 def error(found, expected):
@@ -717,7 +731,7 @@ def test_random_programs(names):
     assert np.linalg.norm(grads / 2.0**8 - exact) <= 0.02 * norm + 1e-3
 
 
-@pytest.mark.parametrize("plan", ["halves", "float32", None, 16, jnp.float64])
+@pytest.mark.parametrize("plan", ["halves", "float64", None, 16, jnp.float64])
 def test_an_unknown_plan_is_refused(plan):
     """The error names the value, and what there is."""
     with pytest.raises(ValueError, match=r"Plan for dtype; got"):

@@ -655,7 +655,7 @@ def test_what_is_no_function(args, kwargs):
 def test_training(retries):
     """A train step learns, and one that overflows is skipped, or taken again at a smaller scale."""
     rule = gs.DynamicLossScale(2.0**36)
-    state = gs.TrainState.create(jax.tree.map(jnp.copy, PARAMS), optax.adam(1e-2), rule=rule)
+    state = gs.TrainState.create(jax.tree.map(jnp.copy, PARAMS), optax.adam(1e-2), loss_scale=rule)
     step = gs.train_step(gs.autocast(loss_fn), retries=retries)
     losses = []
     for _ in range(40):

@@ -119,7 +119,7 @@ def test_the_first_audit_mends_it(name, dtype):
     exact = jax.jit(jax.grad(loss))(w)
     scale = next(s for s in scales if np.isfinite(gradient(half, s)).all())
     assert error(gradient(half, scale), exact) > 0.1
-    state = gs.TrainState.create(w, optax.sgd(0.0), rule=gs.DynamicLossScale(scale))
+    state = gs.TrainState.create(w, optax.sgd(0.0), loss_scale=gs.DynamicLossScale(scale))
     step = gs.train_step(half, audit_every=1000, mend=True, donate=False)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -229,11 +229,11 @@ def test_the_live_object_and_the_rule_know_each_other():
     with pytest.raises(TypeError, match=r"gainstage.DynamicLossScale"):
         live.update(rule.init(), True)
     takers = [
-        lambda rule: gs.optimizers.LossScaleOptimizer(SGD(), rule=rule),
+        lambda rule: gs.optimizers.LossScaleOptimizer(SGD(), loss_scale=rule),
         lambda rule: gs.loss_scaled(optax.sgd(0.1), rule),
     ]
     for take in takers:
-        with pytest.raises(TypeError, match=r"not be shared. Write rule=scale.rule"):
+        with pytest.raises(TypeError, match=r"not be shared. Write loss_scale=scale.rule"):
             take(live)
         take(live.rule)
     opt = experimental.LossScaleOptimizer(SGD(), rule)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_floats import SMALL
 
 import gainstage as gs
 from gainstage.interop import importers
@@ -21,7 +22,7 @@ FLAGS = np.random.default_rng(0).random(60) < 0.8
 
 
 def resumed(rule, state, inner=None):
-    opt = LossScaleOptimizer(inner or gs.optimizers.SGD(0.5), rule=rule)
+    opt = LossScaleOptimizer(inner or gs.optimizers.SGD(0.5), loss_scale=rule)
     importers.load_into(opt, state)
     return opt
 
@@ -71,9 +72,9 @@ def test_a_scale_of_a_run_that_accumulated():
     start |= {"growth_interval": 3, "_growth_tracker": 2}
     torch = Scaler(start)
     rule, state = importers.from_torch(start, microbatches=k)
-    run = gs.TrainState.create(jnp.ones(2), optax.MultiSteps(optax.sgd(0.5), k), rule=rule)
+    run = gs.TrainState.create(jnp.ones(2), optax.MultiSteps(optax.sgd(0.5), k), loss_scale=rule)
     run = run.replace(opt_state=run.opt_state._replace(rule_state=state))
-    step = gs.train_step(lambda w, x: (w * x).sum())
+    step = gs.train_step(lambda w, x: SMALL * (w * x).sum())
     for window in range(windows):
         for _ in range(k):
             assert float(run.loss_scale) == torch.state["scale"] / k, window

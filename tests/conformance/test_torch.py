@@ -92,7 +92,7 @@ def joined(params):
 def in_optax(case, scaler):
     """The run as an optax loop."""
     clip = optax.clip_by_global_norm(CLIP) if case == "clipping" else optax.identity()
-    tx = gs.loss_scaled(optax.chain(clip, optax.sgd(RATE)), rule=rule(scaler))
+    tx = gs.loss_scaled(optax.chain(clip, optax.sgd(RATE)), loss_scale=rule(scaler))
     params, window, every = first_params(), [], 2 if case == "accumulation" else 1
     state = tx.init(params)
     update = jax.jit(tx.update)
@@ -122,7 +122,7 @@ def in_variables(case, scaler):
     """The run with variables, whose wrapper takes scaled gradients."""
     w, b = Variable(START[:3]), Variable(START[3])
     inner = SGD(RATE, global_clipnorm=CLIP if case == "clipping" else None)
-    opt = LossScaleOptimizer(inner, rule=rule(scaler))
+    opt = LossScaleOptimizer(inner, loss_scale=rule(scaler))
     window, every = [], 2 if case == "accumulation" else 1
     for batch in range(BATCHES):
         factor = np.float32(np.inf if batch == BAD else 1.0)
@@ -240,8 +240,8 @@ def test_gradients_are_unscaled_once():
 def test_update_with_a_new_scale():
     """A scale that is set is in force at once; the count of finite steps goes on, as in torch."""
     scaler = Scaler(4.0, interval=3)
-    tx, var = gs.loss_scaled(optax.sgd(1.0), rule=rule(scaler)), Variable(1.0)
-    opt = LossScaleOptimizer(SGD(1.0), rule=rule(scaler))
+    tx, var = gs.loss_scaled(optax.sgd(1.0), loss_scale=rule(scaler)), Variable(1.0)
+    opt = LossScaleOptimizer(SGD(1.0), loss_scale=rule(scaler))
     state, update = tx.init(jnp.float32(1.0)), jax.jit(tx.update)
     for new_scale in (None, 32.0, None, None):
         if new_scale is None:
@@ -261,7 +261,7 @@ def test_state_round_trip():
     """Scale and count are in the state, the factors in the configuration: a copy goes on alike."""
     scaler = Scaler(8.0, 4.0, 0.25, 3)
     var = Variable(1.0)
-    opt = LossScaleOptimizer(SGD(0.5), rule=rule(scaler))
+    opt = LossScaleOptimizer(SGD(0.5), loss_scale=rule(scaler))
     opt.build([var])
     early = {name: np.asarray(value) for name, value in opt.state().items()}
     for gradient in (1.0, math.inf, 1.0, 1.0):
@@ -282,7 +282,7 @@ def test_state_round_trip():
 def test_disabled():
     """A fixed scale of 1 is what `enabled=False` is, except that it skips what is not finite."""
     weights = []
-    for opt in (SGD(0.5), LossScaleOptimizer(SGD(0.5), rule=gs.FixedLossScale(1.0))):
+    for opt in (SGD(0.5), LossScaleOptimizer(SGD(0.5), loss_scale=gs.FixedLossScale(1.0))):
         var = Variable(1.0)
         for gradient in (0.3, 0.7):
             opt.apply([gradient], [var])

@@ -22,7 +22,10 @@ def at_most(tree):
 def test_a_train_state_counts_no_further_than_the_largest_integer(x, retries):
     """Steps, skipped and applied steps, retries, and the skipped steps of each gradient."""
     state = gs.TrainState.create(
-        {"w": jnp.ones(2)}, optax.sgd(0.1), rule=gs.DynamicLossScale(hysteresis=2), telemetry=True
+        {"w": jnp.ones(2)},
+        optax.sgd(0.1),
+        loss_scale=gs.DynamicLossScale(hysteresis=2),
+        telemetry=True,
     )
     step = gs.train_step(lambda p, x: (p["w"] * x).sum(), retries=retries)
     state = at_most(state)

@@ -87,11 +87,11 @@ def test_a_dead_run_says_so_once(loop):
         assert "the loss scale is 2^" in text
 
 
-@pytest.mark.parametrize("rule", [None, gs.DynamicLossScale(2.0**4, min_scale=2.0)], ids=repr)
+@pytest.mark.parametrize("rule", ["dynamic", gs.DynamicLossScale(2.0**4, min_scale=2.0)], ids=repr)
 def test_a_scale_that_fell_to_its_lowest_is_told_once(rule):
     """If each third step is skipped until the scale is at its lowest, `train_step` says so once."""
-    state = gs.TrainState.create(jnp.ones(3), optax.sgd(0.1), rule=rule)
-    step, lowest = gs.train_step(loss_fn), "2^0" if rule is None else "2^1"
+    state = gs.TrainState.create(jnp.ones(3), optax.sgd(0.1), loss_scale=rule)
+    step, lowest = gs.train_step(loss_fn), "2^0" if rule == "dynamic" else "2^1"
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for n in range(300):
@@ -107,7 +107,7 @@ def test_a_scale_that_fell_to_its_lowest_is_told_once(rule):
 )
 def test_a_scale_that_cannot_fall_is_not_told(rule):
     """A scale that starts at its lowest, or that bad data does not lower, has no such warning."""
-    state = gs.TrainState.create(jnp.ones(3), optax.sgd(0.1), rule=rule)
+    state = gs.TrainState.create(jnp.ones(3), optax.sgd(0.1), loss_scale=rule)
     step = gs.train_step(loss_fn)
     for n in range(200):  # a warning is an error here
         state, loss = step(state, jnp.float32(np.nan if n % 3 == 2 else 0.0))

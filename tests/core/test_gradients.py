@@ -289,7 +289,7 @@ def test_a_gpu_decides_as_a_cpu(monkeypatch, scale, count):
     gradients decide, not the scaled ones."""
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
     variables = [Variable(np.zeros((n + 52, 80), np.float32)) for n in range(count)]
-    opt = LossScaleOptimizer(SGD(1.0), rule=gs.FixedLossScale(scale))
+    opt = LossScaleOptimizer(SGD(1.0), loss_scale=gs.FixedLossScale(scale))
     for bad in (None, *range(count)):
         for value in (np.nan, -np.inf, 1e36, 3e38):
             for variable in variables:
@@ -309,7 +309,7 @@ def test_a_gpu_decides_as_a_cpu(monkeypatch, scale, count):
 def test_a_large_gradient_beside_one_in_half_precision_is_seen():
     """Below a scale of 1 an element may overflow when it is unscaled, in the widest dtype too."""
     weights = [Variable(1.0), Variable(1.0)]
-    opt = LossScaleOptimizer(SGD(1e-3), rule=gs.FixedLossScale(2.0**-4))
+    opt = LossScaleOptimizer(SGD(1e-3), loss_scale=gs.FixedLossScale(2.0**-4))
     opt.apply([np.float16(1), np.float32(1e38)], weights)
     assert [float(w) for w in weights] == [1.0, 1.0]
 
@@ -325,7 +325,9 @@ def test_a_gpu_leaves_out_a_microbatch_whose_sum_overflows(monkeypatch):
     """Two microbatches of 3e38 are finite, and their sum is not: the second one is not added."""
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
     w = Variable(np.zeros((52, 80), np.float32))
-    opt = LossScaleOptimizer(SGD(1.0, gradient_accumulation_steps=2), rule=gs.FixedLossScale(1.0))
+    opt = LossScaleOptimizer(
+        SGD(1.0, gradient_accumulation_steps=2), loss_scale=gs.FixedLossScale(1.0)
+    )
     for value in (3e38, 3e38, -3e38):
         opt.apply([np.full(w.shape, value, np.float32)], [w])
     np.testing.assert_array_equal(w.numpy(), np.zeros(w.shape))

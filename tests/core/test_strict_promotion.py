@@ -32,7 +32,7 @@ def test_a_step_works_under_strict_promotion(dtype, options, rule):
         return state.params, loss
 
     new = lambda: gs.TrainState.create(  # noqa: E731
-        jnp.copy(W), optax.sgd(0.1), rule=rule, telemetry=True, underflow_every=1
+        jnp.copy(W), optax.sgd(0.1), loss_scale=rule, telemetry=True, underflow_every=1
     )
     (params, loss) = after_one(new())
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -49,7 +49,7 @@ def test_parts_and_mixed_dtypes_work_under_strict_promotion():
     assert grads.tolist() == [[4.0, 4.0]] * 3
     params = {"half": jnp.full(2, 0.5, "float16"), "full": jnp.full(2, 0.25)}
     with pytest.warns(UserWarning, match="Half-precision"):
-        state = gs.TrainState.create(params, optax.sgd(1.0), rule=gs.FixedLossScale(2.0))
+        state = gs.TrainState.create(params, optax.sgd(1.0), loss_scale=gs.FixedLossScale(2.0))
 
     def sum_of_both(p):
         return jnp.sum(p["half"].astype("float32")) + jnp.sum(p["full"])

@@ -221,7 +221,7 @@ def test_growth_steps_can_be_set():
     assert (again.initial_scale, again.dynamic_growth_steps) == (16.0, 3)
     with pytest.raises(ValueError, match=r">= 1 .*for dynamic_growth_steps; got 0"):
         opt.dynamic_growth_steps = 0
-    with pytest.raises(AttributeError, match=r"no `rule`.*got 2.*Pass rule="):
+    with pytest.raises(AttributeError, match=r"no `loss_scale`.*got 2.*Pass loss_scale="):
         gs.optimizers.LossScaleOptimizer(
             gs.optimizers.SGD(), 8.0, dynamic=False
         ).dynamic_growth_steps = 2
@@ -371,11 +371,11 @@ def test_accumulation_and_schedules():
     assert run(opt, [8.0] * 4) == [3.0, 3.0 - 0.5**1, 2.5, 2.5 - 0.5**3]
 
 
-@row(1, "new: rule")
+@row(1, "new: loss_scale=")
 def test_rule_replaces_the_scale_arguments():
     """New: `rule` replaces the scale arguments, with bounds, backoff and hysteresis."""
     rule = gs.DynamicLossScale(8.0, min_scale=4.0, backoff_factor=0.25, hysteresis=2)
-    opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.5), rule=rule)
+    opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.5), loss_scale=rule)
     assert (opt.rule, wrapped().rule) == (rule, gs.DynamicLossScale(8.0, 2, min_scale=2.0**-24))
     assert scales(opt, [np.inf, np.inf]) == [8.0, 4.0]
     failing(
@@ -384,7 +384,7 @@ def test_rule_replaces_the_scale_arguments():
         gs.optimizers.LossScaleOptimizer,
         gs.optimizers.SGD(),
         8.0,
-        rule=rule,
+        loss_scale=rule,
     )
 
 
@@ -1304,7 +1304,9 @@ def test_scale_arguments_are_checked():
         failing(ValueError, "dynamic_growth_steps", wrapped, inner, growth=wrong)
     failing(TypeError, "initial_scale", wrapped, inner, True)
     failing(TypeError, "bool for dynamic", wrapped, inner, dynamic=1)
-    failing(TypeError, "LossScale for rule", gs.optimizers.LossScaleOptimizer, inner, rule=128.0)
+    failing(
+        TypeError, "a rule for loss_scale", gs.optimizers.LossScaleOptimizer, inner, loss_scale=[1]
+    )
     failing(ValueError, "clipnorm", wrapped, inner, clipnorm=-1.0)
     assert run(wrapped(inner), [8.0]) == [2.5]  # which is still free
 

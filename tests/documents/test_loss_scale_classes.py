@@ -248,7 +248,7 @@ def test_the_value_is_a_number(value):
 
 def test_a_fixed_scale_works_with_an_optimizer_of_this_library():
     """`gs.optimizers.LossScaleOptimizer` takes a live fixed scale as its rule."""
-    opt, w = LossScaleOptimizer(SGD(0.5), rule=FixedLossScale(7)), Variable(3.0)
+    opt, w = LossScaleOptimizer(SGD(0.5), loss_scale=FixedLossScale(7)), Variable(3.0)
     assert float(opt.minimize(lambda: w * 2.0, [w])) == 6.0
     assert (float(w), float(opt.loss_scale)) == (2.0, 7.0)
 

@@ -42,7 +42,7 @@ def recorded(folder):
     """A run of three steps, the last one skipped: its record and its step file."""
     rule = gs.DynamicLossScale(2.0**4)
     params = {"w": jnp.ones(3)}
-    state = gs.TrainState.create(params, optax.sgd(0.01), rule=rule, telemetry=True)
+    state = gs.TrainState.create(params, optax.sgd(0.01), loss_scale=rule, telemetry=True)
     take, recorder = gs.train_step(loss_fn), StepRecorder(folder / "step.safetensors")
     with JsonLines(folder / "run.jsonl") as record:
         for n, size in enumerate([0.5, 0.25, 40.0]):

@@ -53,7 +53,7 @@ def test_each_optimizer_of_keras_keeps_its_rule(name):
 def test_a_sum_of_microbatches_that_overflows_is_skipped():
     """Two finite gradients whose sum is infinite do not make an update or an infinite sum."""
     inner = keras.optimizers.SGD(1e-30, gradient_accumulation_steps=2)
-    optimizer = LossScaleOptimizer(inner, rule=gs.FixedLossScale(1.0))
+    optimizer = LossScaleOptimizer(inner, loss_scale=gs.FixedLossScale(1.0))
     weight = keras.Variable(np.ones(3, "float32"))
     optimizer.build([weight])
     for _ in range(4):

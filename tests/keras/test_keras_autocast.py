@@ -172,11 +172,13 @@ def test_options_of_compile_change_no_number(options):
 
 
 def test_float16_is_scaled():
-    """`compile` wraps an optimizer that scales no loss, for float16, unless it is told not to."""
+    """`compile` wraps an optimizer, which skips steps, and scales in float16, unless it is told not
+    to."""
     sgd = keras.optimizers.SGD
-    for plan, is_wrapped in (("float16", True), ("bfloat16", False)):
+    for plan, scale in (("float16", 2.0**15), ("bfloat16", 1.0)):
         model = built("sequential", plan, sgd())
-        assert isinstance(model.optimizer, LossScaleOptimizer) == is_wrapped
+        assert isinstance(model.optimizer, LossScaleOptimizer)
+        assert float(model.optimizer.loss_scale) == scale
     assert isinstance(autocast(built("sequential", None, sgd())).optimizer, LossScaleOptimizer)
     plain = built("sequential", "float16", sgd(), auto_scale_loss=False).optimizer
     assert not isinstance(plain, keras.optimizers.LossScaleOptimizer)

@@ -87,12 +87,14 @@ def test_a_skipped_step_of_fit_keeps_all_state(way, kind, tmp_path):
 
 
 def test_a_model_computes_and_scales_as_asked():
-    """`dtype` is that of the products, `rule` that of the scale; bfloat16 has no scale."""
-    net = compile(model(), "adam", "mse", rule=gs.DynamicLossScale(2.0**8))
+    """`dtype` is that of the products, `loss_scale` says how a loss is scaled; in bfloat16 it is
+    not."""
+    net = compile(model(), "adam", "mse", loss_scale=gs.DynamicLossScale(2.0**8))
     assert float(net.optimizer.initial_scale) == 2.0**8
     assert net.get_config()["plan"] == "float16"
     net = compile(model(), "adam", "mse", dtype="bf16", metrics=["mae"])
-    assert type(net.optimizer) is keras.optimizers.Adam
+    assert type(net.optimizer.inner_optimizer) is keras.optimizers.Adam
+    assert net.optimizer.loss_scale == 1.0
     assert net.get_config()["plan"] == "bfloat16"
     assert "mae" in fitted(net, X).evaluate(X, Y, verbose=0, return_dict=True)
     own = LossScaleOptimizer(keras.optimizers.SGD(0.1), 2.0**4)
@@ -100,15 +102,13 @@ def test_a_model_computes_and_scales_as_asked():
 
 
 def test_mistakes_are_named():
-    """A rule without a scale, another dtype and what is no model are errors, and change nothing."""
+    """Two loss scales, another dtype and what is no model are errors, and change nothing."""
     net, rule = model(), gs.DynamicLossScale()
     kind = type(net)
-    with pytest.raises(ValueError, match="Expected no rule in bfloat16"):
-        compile(net, "adam", "mse", dtype="bfloat16", rule=rule)
     with pytest.raises(TypeError, match="Expected an inner_optimizer that does not scale losses"):
-        compile(net, LossScaleOptimizer(keras.optimizers.SGD()), "mse", rule=rule)
-    with pytest.raises(ValueError, match=r"for dtype; got 'float32'"):
-        compile(net, "adam", "mse", dtype="float32")
+        compile(net, LossScaleOptimizer(keras.optimizers.SGD()), "mse", loss_scale=rule)
+    with pytest.raises(ValueError, match=r"for dtype; got 'float64'"):
+        compile(net, "adam", "mse", dtype="float64")
     with pytest.raises(TypeError, match="Expected a Keras model"):
         compile(keras.layers.Dense(1), "adam", "mse")
     assert type(net) is kind
@@ -134,10 +134,9 @@ def test_a_model_under_a_policy_of_keras_keeps_all_too(again, tmp_path):
 
 
 def test_float32_under_its_own_policy_is_not_scaled():
-    """`dtype=None` with layers in float32 scales no loss, and takes no rule."""
-    net = compile(model(), "adam", "mse", dtype=None)
-    assert type(net.optimizer) is keras.optimizers.Adam
-    with pytest.raises(ValueError, match="Expected no rule with these policies"):
-        compile(model(), "adam", "mse", dtype=None, rule=gs.DynamicLossScale())
+    """`dtype=None` with layers in float32 scales no loss, whatever the loss scale is."""
+    for loss_scale in ("dynamic", gs.DynamicLossScale(), 2.0**8, None):
+        net = compile(model(), "adam", "mse", dtype=None, loss_scale=loss_scale)
+        assert net.optimizer.loss_scale == 1.0
     with pytest.raises(TypeError, match="Expected a Keras model"):
         compile(keras.layers.Dense(1), "adam", "mse", dtype=None)

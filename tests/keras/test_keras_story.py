@@ -34,7 +34,7 @@ def fitted(optimizer, bad_batches, *callbacks):
 
 
 def adaptive():
-    return LossScaleOptimizer(keras.optimizers.Adam(1e-3), rule=gs.AdaptiveLossScale())
+    return LossScaleOptimizer(keras.optimizers.Adam(1e-3), loss_scale=gs.AdaptiveLossScale())
 
 
 def test_it_learns_all_the_same_and_says_once_what_happened():

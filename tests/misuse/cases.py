@@ -312,7 +312,7 @@ v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optim
 for _ in range(3): opt.apply([jnp.ones(())], [v])
 """),
     "true gradients, and a fixed scale of 1": ("works", "", """
-v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(), rule=gs.FixedLossScale(1.0))
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(), loss_scale=gs.FixedLossScale(1.0))
 for _ in range(3): opt.apply([jnp.ones(())], [v])
 opt.minimize(lambda: opt.scale_loss(v * v), [v])
 """),
@@ -322,7 +322,7 @@ for _ in range(2): opt.apply([jnp.ones(()) * opt.loss_scale], [v])
 assert float(v) == 0.5
 """),
     "gradients times a fixed scale that is read once": ("works", "", """
-v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.25), rule=gs.FixedLossScale(8.0))
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(0.25), loss_scale=gs.FixedLossScale(8.0))
 scale = opt.loss_scale
 for _ in range(3): opt.apply([jnp.ones(()) * scale], [v])
 assert float(v) == 0.25
@@ -515,11 +515,14 @@ gs.train_step(lambda w, x, y: plain(w, x, y))(gs.TrainState.create(w, sgd), {"x"
     "an optimizer for the step": ("refused", "train_step: too many.*TrainState.create.params, tx", """
 gs.train_step(plain, sgd)
 """),
-    "a rule without its name": ("refused", "create: too many.*by name extra=.*rule=", """
+    "a rule without its name": ("refused", "create: too many.*by name extra=.*loss_scale=", """
 gs.TrainState.create(w, sgd, gs.DynamicLossScale())
 """),
-    "a loss scale for a new state": ("refused", "create: .*loss_scale.*rule=gainstage.Dynamic", """
-gs.TrainState.create(w, sgd, loss_scale=8.0)
+    "a rule by its old name": ("refused", "create: .*rule.*loss_scale=gainstage.Dynamic", """
+gs.TrainState.create(w, sgd, rule=gs.DynamicLossScale(8.0))
+"""),
+    "a loss scale for a new state": ("works", "", """
+assert gs.TrainState.create(w, sgd, loss_scale=8.0).loss_scale == 8.0
 """),
     "a field that no state has": ("refused", "fields of a state: params.*; got scale", """
 gs.TrainState.create(w, sgd).replace(scale=8.0)
@@ -593,7 +596,7 @@ tx = gs.loss_scaled(sgd); gs.value_and_grad(lambda w: (w > 0).sum(), tx.init(w))
 gs.train_step(lambda w, n, x: (plain(w, x), n + 0.5))(gs.TrainState.create(w, sgd, extra=0), 1.0)
 """),
     "an extra that counts": ("works", "", """
-gs.train_step(lambda w, n, x: (plain(w, x), n + 1))(gs.TrainState.create(w, sgd, extra=0, rule=gs.FixedLossScale(1.0)), 1.0)
+gs.train_step(lambda w, n, x: (plain(w, x), n + 1))(gs.TrainState.create(w, sgd, extra=0, loss_scale=gs.FixedLossScale(1.0)), 1.0)
 """),
     "no extra from a loss of a state that has one": ("refused", "got None for the extra", """
 gs.train_step(lambda w, n, x: (plain(w, x), None))(gs.TrainState.create(w, sgd, extra=0.0), 1.0)
@@ -643,18 +646,18 @@ step(state); step(state)
 gs.loss_scaled(sgd).init({'w': w, 'activation': jax.nn.relu})
 """),
     # ── rules ────────────────────────────────────────────────────────────────────────────────
-    "a live scale as a rule": ("refused", "rule=scale.rule", """
+    "a live scale as a rule": ("refused", "loss_scale=scale.rule", """
 from gainstage.compat import experimental
 gs.loss_scaled(sgd, experimental.DynamicLossScale())
 """),
-    "a number as a rule": ("refused", "Expected a gainstage.LossScale", """
-gs.loss_scaled(sgd, 2.0**10)
+    "a name of no loss scale": ("refused", "\"dynamic\", a number, None, or a rule for loss_scale", """
+gs.loss_scaled(sgd, "fixed")
 """),
-    "the class as a rule": ("refused", "Expected a gainstage.LossScale", """
+    "the class as a rule": ("refused", "a rule for loss_scale: gainstage.DynamicLossScale\\(\\)", """
 gs.loss_scaled(sgd, gs.DynamicLossScale)
 """),
     "a rule and a scale": ("refused", "cannot be combined", """
-gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(), 8.0, rule=gs.AdaptiveLossScale())
+gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(), 8.0, loss_scale=gs.AdaptiveLossScale())
 """),
     "torch's name of the factor": ("refused", "Write multiplier. Its arguments are", """
 gs.DynamicLossScale(growth_factor=2.0)
@@ -687,12 +690,12 @@ gs.DynamicLossScale(min_scale=8.0, max_scale=4.0)
 gs.DynamicLossScale().update([w])
 """),
     "a fixed scale that is loaded": ("works", "", """
-old, new = (gs.TrainState.create(w, sgd, rule=gs.FixedLossScale(s)) for s in (2.0**40, 64.0))
+old, new = (gs.TrainState.create(w, sgd, loss_scale=gs.FixedLossScale(s)) for s in (2.0**40, 64.0))
 state, _ = gs.train_step(plain)(new.replace(opt_state=old.opt_state))
 assert state.loss_scale == 64
 """),
     "a first step that overflows 100 times": ("works", "", """
-state = gs.TrainState.create(W, sgd, rule=gs.DynamicLossScale(2.0**120))
+state = gs.TrainState.create(W, sgd, loss_scale=gs.DynamicLossScale(2.0**120))
 state, loss = gs.train_step(half, retries=120)(state, X)
 assert state.applied and state.loss_scale < 2.0**20
 """),
@@ -705,12 +708,12 @@ assert state.loss_scale == 2.0**14 and state.info.skipped_steps == 1
     "retries with a fixed scale": ("warns", "leave `retries` out", """
 calls = []
 def loss(w, x): jax.debug.callback(calls.append, x); return half(w, x)
-state = gs.TrainState.create(W, sgd, rule=gs.FixedLossScale(2.0**40))
+state = gs.TrainState.create(W, sgd, loss_scale=gs.FixedLossScale(2.0**40))
 state, _ = gs.train_step(loss, retries=8)(state, X); jax.effects_barrier()
 assert len(calls) == 1, len(calls)
 """),
     "retries of an optimizer with a fixed scale": ("warns", "leave `retries` out", """
-v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(), rule=gs.FixedLossScale(8.0))
+v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(), loss_scale=gs.FixedLossScale(8.0))
 for _ in range(3): opt.minimize(lambda: v * v, [v], retries=2)
 """),
     "a negative number of retries": ("refused", "retries", """

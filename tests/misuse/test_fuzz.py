@@ -141,7 +141,7 @@ OPTIMIZERS = [
     Adadelta(0.1, ema_overwrite_frequency=3, global_clipnorm=1.0),
     LossScaleOptimizer(Adam(SCHEDULES[3]), 8.0, 3, use_ema=True, telemetry=True),
     LossScaleOptimizer(SGD(0.1), 8.0, dynamic=False),
-    LossScaleOptimizer(Adagrad(0.1), rule=RULES[2], clipnorm=1.0),
+    LossScaleOptimizer(Adagrad(0.1), loss_scale=RULES[2], clipnorm=1.0),
     tf2.LossScaleOptimizer(SGD(0.1), True, 8.0, 3),
 ]
 BASES = {
@@ -340,7 +340,7 @@ def test_states_of_peers(data):
         rule, state = found
         assert float(state.scale) == np.float32(broken[scale])
         assert int(state.good_steps) == broken[count]
-        opt = LossScaleOptimizer(SGD(0.5), rule=rule)
+        opt = LossScaleOptimizer(SGD(0.5), loss_scale=rule)
         importers.load_into(opt, state)
         assert (float(opt.dynamic_scale), int(opt.step_counter)) == (state.scale, state.good_steps)
 

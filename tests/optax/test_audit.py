@@ -440,7 +440,7 @@ def test_a_run_that_goes_wrong_is_told_at_the_next_audit(fault):
     """Each kind of fault is found within one audit of its beginning, by step and tensor."""
     fun, params, batch, names = FAULTS[fault]
     step = gs.train_step(gs.autocast(fun), audit_every=4)
-    state = state_of(params, optax.sgd(1e-6), rule=gs.DynamicLossScale(2.0**8))
+    state = state_of(params, optax.sgd(1e-6), loss_scale=gs.DynamicLossScale(2.0**8))
     state, told = trained(step, state, 6, jnp.array(False), *batch)
     assert told == []
     assert step.audits.last.ok
@@ -566,7 +566,7 @@ def test_a_run_is_the_same_with_audits(case):
         tx = optax.sgd(0.1)
         tx = optax.MultiSteps(tx, how["every_k"]) if "every_k" in how else tx
         rule = gs.DynamicLossScale(how.get("scale", 2.0**10))
-        state = state_of(tx=tx, params=params, rule=rule, telemetry=True)
+        state = state_of(tx=tx, params=params, loss_scale=rule, telemetry=True)
         step = gs.train_step(gs.autocast(fun), audit_every=every, **options)
         losses = []
         for _ in range(6):
@@ -618,7 +618,7 @@ def test_dropout_has_one_mask_on_both_sides():
 
 def test_an_overflow_is_no_fault_and_audited_again_soon():
     """A scale that is too high for the gradients skips steps; the audit is taken again soon."""
-    state = state_of(rule=gs.DynamicLossScale(2.0**40))
+    state = state_of(loss_scale=gs.DynamicLossScale(2.0**40))
     step = gs.train_step(gs.autocast(loss_fn), audit_every=1000)
     state, told = trained(step, state, 1, X, Y)
     first = step.audit

@@ -165,7 +165,9 @@ def moments(state, field):
 def test_what_keeps_its_name_keeps_its_moments(change, other):
     """Moments of a parameter with the same name and shape, or of the same array, are kept, also by
     another chain; all others are 0. The state can be stepped."""
-    state = gs.TrainState.create(params(), optax.adam(1e-2), rule=gs.DynamicLossScale(2.0**10))
+    state = gs.TrainState.create(
+        params(), optax.adam(1e-2), loss_scale=gs.DynamicLossScale(2.0**10)
+    )
     for _ in range(3):
         state, _ = gs.train_step(HALF)(state, X, Y)
     before, old = moments(state, "mu"), state.params

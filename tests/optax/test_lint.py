@@ -243,7 +243,7 @@ def of_two_tasks(state):
     return state.apply_gradients(jax.tree.map(lambda g, h: g + weight * h, grads, others), extra)
 
 
-OF_TWO = gs.TrainState.create({"a": W, "b": W}, optax.adam(0.1), rule=gs.FixedLossScale(2.0))
+OF_TWO = gs.TrainState.create({"a": W, "b": W}, optax.adam(0.1), loss_scale=gs.FixedLossScale(2.0))
 RIGHT = {
     "two tasks in float32": (of_two_tasks, (OF_TWO,)),
     "a line search in float16": (line_search, SCALED),

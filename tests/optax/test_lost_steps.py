@@ -45,10 +45,10 @@ def amplified(w, x, factor=None):
     return jnp.mean(h.astype(jnp.float32))
 
 
-def trained(fun, batches, params=None, rule=None, retries=0):
+def trained(fun, batches, params=None, rule="dynamic", retries=0):
     """The state, whether each step was applied, and what was said of lost steps."""
     params = jnp.ones(8) if params is None else jax.tree.map(jnp.copy, params)
-    state = gs.TrainState.create(params, optax.adam(3e-3), rule=rule, telemetry=True)
+    state = gs.TrainState.create(params, optax.adam(3e-3), loss_scale=rule, telemetry=True)
     step, applied = gs.train_step(fun, retries=retries), []
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -159,7 +159,7 @@ def test_steps_that_no_scale_saves_are_told_what_else_helps():
 @pytest.mark.parametrize(
     ("rule", "retries", "advice"),
     [
-        (gs.FixedLossScale(2.0**15), 0, "take a lower loss_scale_value"),
+        (gs.FixedLossScale(2.0**15), 0, "needs a lower loss_scale than the fixed one"),
         (gs.DynamicLossScale(hysteresis=2), 0, "a rule with hysteresis=1"),
         (gs.DynamicLossScale(hysteresis=2), True, "a rule with hysteresis=1"),
     ],
@@ -223,7 +223,7 @@ def test_no_step_is_waited_for(monkeypatch):
     """Steps that the device has not finished are looked at later."""
     kind = type(jnp.ones(()))
     ready, asked = kind.is_ready, []
-    state = gs.TrainState.create(jnp.ones(8), optax.sgd(0.1), rule=RULES["grows fast"])
+    state = gs.TrainState.create(jnp.ones(8), optax.sgd(0.1), loss_scale=RULES["grows fast"])
     step, batches = gs.train_step(amplified), list(each(16, 160, other=2.0**14))
 
     def repeated():

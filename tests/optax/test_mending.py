@@ -45,7 +45,7 @@ def quiet(params, x, y):
 
 
 def state_of(params=PARAMS, tx=None, **options):
-    options = {"rule": gs.DynamicLossScale(2.0**8), **options}
+    options = {"loss_scale": gs.DynamicLossScale(2.0**8), **options}
     return gs.TrainState.create(
         jax.tree.map(jnp.asarray, params), tx or optax.adam(1e-3), **options
     )
@@ -223,7 +223,7 @@ def test_a_run_mends_itself_at_the_first_audit():
     assert "step.plan" in told[0]
     assert texts(step.plan) == {'h = (h + offset) @ params["b"]'}
     exact = gs.train_step(spoiled)
-    wanted, right, _ = trained(exact, state_of(rule=gs.FixedLossScale(1.0)), 60, X, Y)
+    wanted, right, _ = trained(exact, state_of(loss_scale=gs.FixedLossScale(1.0)), 60, X, Y)
     assert loss == pytest.approx(right, rel=0.01)
     assert int(state.step) == int(wanted.step) == 60
     assert step.audits.last.ok
@@ -279,10 +279,10 @@ def tiny(params, x, y):
 def test_a_scale_that_is_too_low_is_no_reason_for_float32():
     """The warning names the scale at which the gradients are right; nothing goes back."""
     step = gs.train_step(gs.autocast(tiny), audit_every=1000, mend=True)
-    _, _, told = trained(step, state_of(rule=gs.FixedLossScale(1.0)), 20, X, Y)
+    _, _, told = trained(step, state_of(loss_scale=gs.FixedLossScale(1.0)), 20, X, Y)
     said = [message for message in told if "loses small gradients" in message]
     assert len(said) == 1
-    assert "rule=gainstage.DynamicLossScale(2.0**" in said[0]
+    assert "loss_scale=gainstage.DynamicLossScale(2.0**" in said[0]
     assert step.plan == Plan("float16")
     half = gs.autocast(tiny)
     with pytest.warns(UserWarning, match="nothing goes back to float32"):
@@ -294,7 +294,7 @@ def test_a_scale_that_is_too_low_is_no_reason_for_float32():
 def test_a_scale_that_is_too_high_at_first_mends_nothing():
     """The rule lowers it, as ever; no line goes back to float32."""
     step = gs.train_step(gs.autocast(network), audit_every=1000, mend=True)
-    state, _, told = trained(step, state_of(rule=gs.DynamicLossScale(2.0**40)), 80, X, Y)
+    state, _, told = trained(step, state_of(loss_scale=gs.DynamicLossScale(2.0**40)), 80, X, Y)
     assert told == []
     assert step.plan == Plan("float16")
     assert int(state.step) > 40
@@ -320,9 +320,9 @@ def test_the_state_stays_as_it_is():
     """A mending changes no weight and no scale: the step is that of the mended function."""
     step = gs.train_step(gs.autocast(spoiled), audit_every=20, mend=True, donate=False)
     rule = gs.DynamicLossScale(2.0**4)
-    mended = gs.mend(gs.autocast(spoiled), state_of(rule=rule), X, Y)
-    state, loss, _ = trained(step, state_of(rule=rule), 1, X, Y)
-    other, same, _ = trained(gs.train_step(mended), state_of(rule=rule), 1, X, Y)
+    mended = gs.mend(gs.autocast(spoiled), state_of(loss_scale=rule), X, Y)
+    state, loss, _ = trained(step, state_of(loss_scale=rule), 1, X, Y)
+    other, same, _ = trained(gs.train_step(mended), state_of(loss_scale=rule), 1, X, Y)
     assert loss == same
     for one, two in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(one, two)

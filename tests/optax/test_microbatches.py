@@ -50,7 +50,7 @@ def difference(a, b):
 def test_the_loss_and_gradients_are_those_of_the_whole_batch(count, half):
     """With `n` microbatches the loss and the update are those of the whole batch in float32."""
     tx, fun = optax.sgd(1.0), gs.autocast(loss_fn) if half else loss_fn
-    state = gs.TrainState.create(params(), tx, rule=None if half else PLAIN)
+    state = gs.TrainState.create(params(), tx, loss_scale="dynamic" if half else PLAIN)
     state, loss = gs.train_step(fun, microbatches=count)(state, X, Y)
     expected, grads = jax.value_and_grad(loss_fn)(params(), X, Y)
     assert loss == pytest.approx(float(expected), rel=1e-3 if half else 1e-6)
@@ -89,7 +89,7 @@ def test_a_part_that_counts_nothing_changes_nothing():
         return (mask * (model(x) - y) ** 2).sum() / mask.sum()
 
     mask = jnp.ones((64, 1)).at[1::4].set(0)
-    state = gs.TrainState.create(normed(), optax.sgd(0.1), rule=PLAIN)
+    state = gs.TrainState.create(normed(), optax.sgd(0.1), loss_scale=PLAIN)
     step = gs.train_step(loss, microbatches=4, weight=tokens)
     state, _ = step(state, X.at[1::4].set(jnp.nan), Y, mask)
     assert state.applied
@@ -139,7 +139,7 @@ def of_model(model, x, y):
 def test_statistics_and_masks_go_on_from_part_to_part():
     """Running means and dropout masks of an NNX model are those of the same four parts one after
     the other in float32, and so are loss and gradients."""
-    state = gs.TrainState.create(normed(), optax.sgd(1.0), rule=PLAIN)
+    state = gs.TrainState.create(normed(), optax.sgd(1.0), loss_scale=PLAIN)
     state, loss = gs.train_step(of_model, microbatches=4)(state, X, Y)
     model, losses, total = normed(), [], None
     for i in range(4):
@@ -169,7 +169,7 @@ def test_the_extra_of_a_state_goes_on_from_part_to_part():
 
     extra = {"key": jax.random.key(7), "mean": jnp.zeros(32)}
     copy = jax.tree.map(jnp.copy, extra)
-    state = gs.TrainState.create(params(), optax.sgd(1.0), extra=copy, rule=PLAIN)
+    state = gs.TrainState.create(params(), optax.sgd(1.0), extra=copy, loss_scale=PLAIN)
     step = gs.train_step(loss, has_aux=True, microbatches=4)
     state, found, aux = step(state, X, Y)
     losses, more = [], extra
@@ -193,7 +193,7 @@ def test_keys_models_and_numbers_of_a_batch():
         x = jax.vmap(net)(norm(x))
         return factor * jnp.mean((x @ p["a"] @ p["b"] - noise) ** 2), noise
 
-    state = gs.TrainState.create(params(), optax.sgd(0.1), rule=PLAIN)
+    state = gs.TrainState.create(params(), optax.sgd(0.1), loss_scale=PLAIN)
     step = gs.train_step(loss, has_aux=True, microbatches=4)
     key = jax.random.key(3)
     _, found, noise = step(state, X, key, 2.0, other, net)
@@ -248,7 +248,7 @@ def test_what_half_precision_spoils_is_found_in_a_part():
         h = (jnp.tanh(x @ p["a"]) + 2048.0) @ p["b"]
         return jnp.mean((h - 2048.0 * p["b"].sum(0) - y) ** 2)
 
-    state = gs.TrainState.create(params(), optax.sgd(1e-3), rule=gs.DynamicLossScale(2.0**4))
+    state = gs.TrainState.create(params(), optax.sgd(1e-3), loss_scale=gs.DynamicLossScale(2.0**4))
     step = gs.train_step(gs.autocast(spoiled), microbatches=4, audit_every=100, mend=True)
     with pytest.warns(UserWarning, match="float32"):
         state, _ = step(state, X, Y)
@@ -289,7 +289,7 @@ REFUSED = {
 def test_a_batch_without_such_parts_is_refused(case):
     """The error names the array and its length, and the state can be stepped afterwards."""
     options, batch, text = REFUSED[case]
-    state = gs.TrainState.create(params(), optax.sgd(0.1), rule=PLAIN)
+    state = gs.TrainState.create(params(), optax.sgd(0.1), loss_scale=PLAIN)
     with pytest.raises((TypeError, ValueError), match=text):
         gs.train_step(loss_fn, **options)(state, *batch)
     state, _ = gs.train_step(loss_fn)(state, X, Y)
@@ -343,7 +343,7 @@ PARTS = [(X[i::2], Y[i::2]) for i in range(2)]
 def test_lint_finds_an_extra_that_is_dropped_between_parts():
     """A loop that starts each part from the same keys and statistics is named, with a line that is
     right: the statistics are then those of `train_step` with microbatches."""
-    state = gs.TrainState.create(normed(), optax.sgd(0.1), rule=PLAIN)
+    state = gs.TrainState.create(normed(), optax.sgd(0.1), loss_scale=PLAIN)
     (fault,) = gs.lint(dropping, state, *PARTS)
     assert fault.kind == "extra dropped"
     assert fault.line.startswith("test_microbatches.py:")
@@ -359,5 +359,5 @@ def test_lint_finds_an_extra_that_is_dropped_between_parts():
 def test_lint_says_nothing_of_an_extra_that_goes_on(step):
     """Neither of a loop that hands the extra on, nor of statistics that are averaged, nor of two
     losses of one batch."""
-    state = gs.TrainState.create(normed(), optax.sgd(0.1), rule=PLAIN)
+    state = gs.TrainState.create(normed(), optax.sgd(0.1), loss_scale=PLAIN)
     assert gs.lint(step, state, *PARTS) == []

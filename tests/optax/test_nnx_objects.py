@@ -63,7 +63,7 @@ def test_a_random_state_of_its_own_advances(transform):
 def test_train_step_advances_a_random_state_in_the_batch(wrap, retries):
     """The step changes the object that it was given, as plain NNX does."""
     rngs = nnx.Rngs(1)
-    state = gs.TrainState.create(linear(), optax.sgd(0.0), rule=gs.DynamicLossScale(8.0))
+    state = gs.TrainState.create(linear(), optax.sgd(0.0), loss_scale=gs.DynamicLossScale(8.0))
     step, found = gs.train_step(wrap(dropped), retries=retries), []
     for _ in range(4):
         state, loss = step(state, rngs, X)
@@ -180,7 +180,7 @@ def test_statistics_go_on_from_microbatch_to_microbatch(bad):
     for x in xs:
         grads.append(nnx.grad(loss_fn)(plain, x))
     mean = jax.tree.map(lambda *each: sum(each) / len(xs), *grads)
-    start = gs.TrainState.create(Net(), optax.sgd(1.0), rule=gs.DynamicLossScale(2.0**4))
+    start = gs.TrainState.create(Net(), optax.sgd(1.0), loss_scale=gs.DynamicLossScale(2.0**4))
     state = step(start, xs.at[1, 0, 0].set(jnp.nan) if bad else xs)
     assert bool(state.applied) != bad
     expected = start.params if bad else plain

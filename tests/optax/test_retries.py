@@ -31,10 +31,11 @@ def single(w, x, y):
     return jnp.mean((x @ w - y) ** 2)
 
 
-def trained(retries, *batches, start=2.0**40, rule=None, fun=loss_fn):
+def trained(retries, *batches, start=2.0**40, rule="dynamic", fun=loss_fn):
     """The state, and whether each step was applied."""
-    rule, w = rule or gs.DynamicLossScale(start), jnp.array(W)
-    state = gs.TrainState.create(w, optax.adam(0.1), rule=rule, telemetry=True)
+    w = jnp.array(W)
+    rule = gs.DynamicLossScale(start) if rule == "dynamic" else rule
+    state = gs.TrainState.create(w, optax.adam(0.1), loss_scale=rule, telemetry=True)
     step, applied = gs.train_step(fun, retries=retries), []
     for batch in batches:
         state, _ = step(state, *batch)
@@ -119,7 +120,7 @@ def test_a_language_model_loses_no_batch():
     for retries in (0, 4):
         step = gs.train_step(language_model, retries=retries)
         params = jax.tree.map(jnp.copy, first)
-        state = gs.TrainState.create(params, optax.adam(0.003), rule=rule)
+        state = gs.TrainState.create(params, optax.adam(0.003), loss_scale=rule)
         lost[retries] = 0
         for i in range(40):
             factor = jnp.float16(2.0**9 if i % 10 == 9 else 1)
@@ -143,7 +144,7 @@ def test_bad_data_costs_the_scale_one_step(retries):
 def test_retries_are_told_as_retries(tmp_path):
     """The report, the records of a run and the alarms know a retry from a lost batch."""
     rule, w = gs.DynamicLossScale(2.0**40, 1), jnp.array(W)
-    state = gs.TrainState.create(w, optax.adam(0.1), rule=rule, telemetry=True)
+    state = gs.TrainState.create(w, optax.adam(0.1), loss_scale=rule, telemetry=True)
     step, alarms = gs.train_step(loss_fn, retries=40), []
     with (
         diagnostics.JsonLines(tmp_path / "run.jsonl", every=1) as log,
@@ -220,7 +221,7 @@ def test_a_model_changes_in_the_try_that_counts():
     means = []
     for power, retries in ((15, 0), (40, 40)):
         rule = gs.DynamicLossScale(2.0**power)
-        state = gs.TrainState.create(normalised(nnx), optax.sgd(0.1), rule=rule)
+        state = gs.TrainState.create(normalised(nnx), optax.sgd(0.1), loss_scale=rule)
         step = gs.train_step(lambda m, x, y: jnp.mean((m(x) - y) ** 2), retries=retries)
         state, _ = step(state, X + 1, Y)
         assert state.applied

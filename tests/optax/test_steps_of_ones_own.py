@@ -52,7 +52,7 @@ def test_a_rule_of_ones_own_skips_as_a_select_in_plain_optax():
         return *jax.tree.map(lambda a, b: jnp.where(small, a, b), *pairs), small
 
     rule = gs.DynamicLossScale(2.0**20)
-    state = gs.TrainState.create(params(), TX, rule=rule, telemetry=True)
+    state = gs.TrainState.create(params(), TX, loss_scale=rule, telemetry=True)
     p, o, step = params(), TX.init(params()), jax.jit(by_norm)
     kinds = []
     for x, y in batches():
@@ -151,11 +151,11 @@ def test_a_line_search_keeps_small_gradients():
         state, _ = gs.train_step(loss_fn)(state, X, Y)
         return np.asarray(state.params["b"])
 
-    exact = stepped(tiny, rule=gs.FixedLossScale(1.0))
-    found = stepped(half, rule=gs.FixedLossScale(2.0**30))
+    exact = stepped(tiny, loss_scale=gs.FixedLossScale(1.0))
+    found = stepped(half, loss_scale=gs.FixedLossScale(2.0**30))
     assert np.abs(exact).max() > 0
     np.testing.assert_allclose(found, exact, atol=0.05 * np.abs(exact).max())
-    np.testing.assert_array_equal(stepped(half, rule=gs.FixedLossScale(2.0**0)), 0)
+    np.testing.assert_array_equal(stepped(half, loss_scale=gs.FixedLossScale(2.0**0)), 0)
 
 
 def opaque_sam():

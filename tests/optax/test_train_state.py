@@ -404,11 +404,11 @@ def test_a_loaded_state_goes_on_with_another_rule(rule):
     step = gs.train_step(lambda w, x, y: SMALL * squared(x @ w, y), donate=False)
     tx = optax.adam(0.1)
     old, _ = step(gs.TrainState.create(jnp.ones((4, 1)), tx), X, Y)
-    state, _ = step(old.replace(tx=gs.TrainState.create(old.params, tx, rule=rule).tx), X, Y)
+    state, _ = step(old.replace(tx=gs.TrainState.create(old.params, tx, loss_scale=rule).tx), X, Y)
     plain, _ = step(old, X, Y)
     np.testing.assert_allclose(state.params, plain.params, rtol=1e-6)
     assert state.loss_scale == (8.0 if isinstance(rule, gs.FixedLossScale) else 2.0**15)
-    new = gs.TrainState.create(old.params, tx, rule=gs.AdaptiveLossScale(2.0**10))
+    new = gs.TrainState.create(old.params, tx, loss_scale=gs.AdaptiveLossScale(2.0**10))
     with pytest.raises(ValueError, match=r"The rule of tx is AdaptiveLossScale"):
         step(old.replace(tx=new.tx), X, Y)
     opt_state = new.opt_state._replace(inner=old.opt_state.inner)
@@ -438,9 +438,9 @@ MISTAKES = {
     ),
     "a rule of two": (
         lambda: gs.TrainState.create(
-            W, gs.loss_scaled(optax.sgd(0.1)), rule=gs.FixedLossScale(8.0)
+            W, gs.loss_scaled(optax.sgd(0.1)), loss_scale=gs.FixedLossScale(8.0)
         ),
-        "Expected no rule, as tx has a loss scale",
+        "Expected no loss_scale, as tx has a loss scale",
     ),
     "the parameters": (lambda: STEP(W, X), "Expected a TrainState first, as in state, loss"),
     "by name": (lambda: STEP(PLAIN, x=X), r"Write step\(state, x\)"),
@@ -539,7 +539,7 @@ def test_an_applied_step_with_an_infinite_result_beside_its_loss_is_told_once(wh
     state = gs.TrainState.create(
         jnp.ones(4),
         optax.sgd(1e-3),
-        rule=gs.FixedLossScale(2.0),
+        loss_scale=gs.FixedLossScale(2.0),
         extra=extra if where == "extra" else None,
     )
     step = gs.train_step(loss_fn, has_aux=where == "aux")
@@ -598,7 +598,7 @@ def test_nothing_is_said_of_results_that_are_infinite_on_purpose():
 
     extra = {"best": jnp.float32(jnp.inf)}
     state = gs.TrainState.create(
-        jnp.ones(4), optax.sgd(1e-3), rule=gs.FixedLossScale(2.0), extra=extra
+        jnp.ones(4), optax.sgd(1e-3), loss_scale=gs.FixedLossScale(2.0), extra=extra
     )
     step = gs.train_step(loss_fn, has_aux=True)
     for _ in range(2 * 64 + 1):

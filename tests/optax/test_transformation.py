@@ -27,7 +27,7 @@ def loss_fn(params, x):
     return jnp.sum((params["w"].astype(jnp.float32) * x) ** 2)
 
 
-def make(tx, dtype=jnp.float32, rule=None, size=4):
+def make(tx, dtype=jnp.float32, rule="dynamic", size=4):
     params = {"w": jnp.ones(size, dtype), "b": jnp.full((), -0.0, dtype)}
     tx = gs.loss_scaled(tx, rule)
     return params, tx, tx.init(params)
@@ -354,11 +354,11 @@ def test_the_state_is_found_or_named():
 
 
 def test_wrong_arguments():
-    """What is no transformation, or no rule, is a TypeError."""
+    """What is no transformation, or no loss scale, is a TypeError."""
     with pytest.raises(TypeError, match="GradientTransformation for tx"):
         gs.loss_scaled(0.1)
-    with pytest.raises(TypeError, match="LossScale for rule"):
-        gs.loss_scaled(optax.sgd(0.1), 128.0)
+    with pytest.raises(TypeError, match="a rule for loss_scale"):
+        gs.loss_scaled(optax.sgd(0.1), [128.0])
 
 
 def test_errors_name_the_remedy():
@@ -373,11 +373,11 @@ def test_errors_name_the_remedy():
     ):
         LossScaleOptimizer(tx)
     for wrap in (
-        lambda: gs.loss_scaled(tx, "dynamic"),
-        lambda: LossScaleOptimizer(adam, rule="dynamic"),
+        lambda: gs.loss_scaled(tx, "adaptive"),
+        lambda: LossScaleOptimizer(adam, loss_scale="adaptive"),
     ):
         with pytest.raises(
-            TypeError, match=r"rule: DynamicLossScale\(\), AdaptiveLossScale\(\), F"
+            TypeError, match=r"\"dynamic\", a number, None, .*Dynamic.*AdaptiveLossScale\(\), F"
         ):
             wrap()
     state = gs.loss_scaled(tx).init(jnp.ones(3))
@@ -1189,7 +1189,7 @@ def test_states_of_two_calls_with_one_transformation_are_alike():
         return SMALL * (w * w).sum()
 
     one, other = (
-        gs.TrainState.create(jnp.full(3, x), tx, rule=gs.DynamicLossScale(2.0**10))
+        gs.TrainState.create(jnp.full(3, x), tx, loss_scale=gs.DynamicLossScale(2.0**10))
         for x in (1.0, 2.0)
     )
     step = gs.train_step(loss_fn)
@@ -1198,12 +1198,12 @@ def test_states_of_two_calls_with_one_transformation_are_alike():
     assert float(step(other)[1]) == 12.0
     assert len(traces) == programs
     pair = [
-        gs.TrainState.create(jnp.full(3, x), tx, rule=gs.DynamicLossScale(2.0**10))
+        gs.TrainState.create(jnp.full(3, x), tx, loss_scale=gs.DynamicLossScale(2.0**10))
         for x in (1.0, 2.0)
     ]
     both = jax.tree.map(lambda *x: jnp.stack(x), *pair)
     assert jax.vmap(step)(both)[1].tolist() == [3.0, 12.0]
-    third = gs.TrainState.create(jnp.ones(3), tx, rule=gs.DynamicLossScale(2.0**11))
+    third = gs.TrainState.create(jnp.ones(3), tx, loss_scale=gs.DynamicLossScale(2.0**11))
     assert jax.tree.structure(third) != jax.tree.structure(pair[0])
 
 
@@ -1227,7 +1227,7 @@ def test_a_step_takes_a_state_alone(how):
 def test_small_parameters_train_under_strict_promotion(dtype):
     """Parameters of a small dtype are updated in float32 and rounded once, without promotion."""
     params, rule = {"w": jnp.ones(4, dtype)}, gs.FixedLossScale(8.0)
-    state = gs.TrainState.create(params, optax.sgd(0.25), rule=rule)
+    state = gs.TrainState.create(params, optax.sgd(0.25), loss_scale=rule)
     with jax.numpy_dtype_promotion("strict"):
         state, _ = gs.train_step(lambda p: p["w"].astype("float32").sum())(state)
     w = state.params["w"]

@@ -68,7 +68,7 @@ def distance(found, exact):
 
 
 def of_train_step(half, scale):
-    state = gs.TrainState.create(W, optax.sgd(1.0), rule=gs.FixedLossScale(scale))
+    state = gs.TrainState.create(W, optax.sgd(1.0), loss_scale=gs.FixedLossScale(scale))
     return W - gs.train_step(half, donate=False)(state, X)[0].params
 
 
@@ -78,7 +78,7 @@ def of_value_and_grad(half, scale):
 
 
 def of_state(half, scale):
-    state = gs.TrainState.create(W, optax.sgd(1.0), rule=gs.FixedLossScale(scale))
+    state = gs.TrainState.create(W, optax.sgd(1.0), loss_scale=gs.FixedLossScale(scale))
     return jax.jit(lambda state, x: state.value_and_grad(half)(x)[2])(state, X)
 
 
@@ -191,7 +191,7 @@ def test_true_cotangents_in_a_fit_of_keras():
         optimizer = keras.optimizers.SGD(1.0)
         if scale:
             model = autocast(model)
-            optimizer = LossScaleOptimizer(optimizer, rule=gs.FixedLossScale(scale))
+            optimizer = LossScaleOptimizer(optimizer, loss_scale=gs.FixedLossScale(scale))
         model.compile(optimizer, "mse")
         model.fit(x, x[:, ::-1].copy(), batch_size=64, verbose=0, shuffle=False)
         after = [np.array(v.value) for v in model.weights]

@@ -33,7 +33,7 @@ def made(on="inner", inner=SGD, steps=STEPS, **options):
     w = Variable(np.zeros(3, np.float32))
     given = (accumulate, {}) if on == "inner" else ({}, accumulate)
     rule = gs.DynamicLossScale(INITIAL, increment_period=PERIOD, min_scale=2.0**-24)
-    opt = LossScaleOptimizer(inner(RATE, **given[0], **options), rule=rule, **given[1])
+    opt = LossScaleOptimizer(inner(RATE, **given[0], **options), loss_scale=rule, **given[1])
     opt.build([w])
     return w, opt
 
@@ -189,7 +189,7 @@ def test_large_sums_are_clipped_not_skipped(large):
     it; one whose sum overflows is skipped."""
     w = Variable([1.0, 1.0])
     inner = SGD(1.0, gradient_accumulation_steps=2, global_clipnorm=1.0)
-    opt = LossScaleOptimizer(inner, rule=gs.FixedLossScale(1.0), telemetry=True)
+    opt = LossScaleOptimizer(inner, loss_scale=gs.FixedLossScale(1.0), telemetry=True)
     for _ in range(2):
         opt.apply([np.array([large, 0.0], np.float32)], [w])
         assert bool(step_was_applied(opt))

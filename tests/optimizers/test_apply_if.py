@@ -139,7 +139,7 @@ def test_two_losses_have_two_scales():
     """Of two optimizers, as a GAN has, an overflow in one neither skips nor halves the other."""
     real, fake = Variable(1.0), Variable(1.0)
     rule = gs.DynamicLossScale(8.0, 100)
-    ours = {v: LossScaleOptimizer(SGD(0.25), rule=rule) for v in (real, fake)}
+    ours = {v: LossScaleOptimizer(SGD(0.25), loss_scale=rule) for v in (real, fake)}
     for bad in (False, True, False):
         ours[fake].minimize(lambda: fake * real.value(), [fake])
         ours[real].minimize(lambda bad=bad: real * (jnp.inf if bad else 1.0), [real])

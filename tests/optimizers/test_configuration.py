@@ -57,7 +57,7 @@ OPTIONS = {
     "ema_option": dtensor.EMAOption(True, 0.5, 2),
     "initial_scale": 2.0**9,
     "dynamic_growth_steps": 7,
-    "rule": gs.DynamicLossScale(hysteresis=2),
+    "loss_scale": gs.DynamicLossScale(hysteresis=2),
 }
 NOT_OPTIONAL = {
     "underflow_every",  # only with telemetry
@@ -298,7 +298,7 @@ class Steady(gs.FixedLossScale):
 
 def test_a_fixed_scale_of_ones_own_is_described_as_such():
     """A subclass of `FixedLossScale` comes back as that subclass."""
-    opt = LossScaleOptimizer(SGD(), rule=Steady(8.0))
+    opt = LossScaleOptimizer(SGD(), loss_scale=Steady(8.0))
     again = LossScaleOptimizer.from_config(opt.get_config(), {"Steady": Steady})
     assert again.rule == Steady(8.0)
 

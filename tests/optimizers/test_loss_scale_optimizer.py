@@ -120,7 +120,7 @@ def test_a_users_rule():
             return State(state.scale, jnp.maximum(state.largest, max_abs * self.margin))
 
     var = Variable([0.0, 0.0])
-    opt = LossScaleOptimizer(SGD(1.0), rule=Ceiling())
+    opt = LossScaleOptimizer(SGD(1.0), loss_scale=Ceiling())
     opt.apply([[16.0, np.inf]], [var])
     opt.apply([[16.0, -48.0]], [var])
     names = [v.name.split("/")[1] for v in opt.variables]
@@ -243,7 +243,7 @@ def test_a_wrapper_that_fails_leaves_the_inner_optimizer_free():
 def test_a_loss_that_is_given_reaches_the_rule():
     """In a loop of one's own `apply(..., loss=loss)` tells the rule what `minimize` would have."""
     w = Variable([1.0])
-    opt = LossScaleOptimizer(SGD(0.1), rule=gs.AdaptiveLossScale(2.0**10))
+    opt = LossScaleOptimizer(SGD(0.1), loss_scale=gs.AdaptiveLossScale(2.0**10))
     opt.apply([[1.0]], [w], loss=1.0)
     scale = float(opt.loss_scale)
     opt.apply([[float("inf")]], loss=float("nan"))

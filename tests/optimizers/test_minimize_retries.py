@@ -118,7 +118,7 @@ def test_if_no_retry_is_applied_the_scale_is_lowered_once(compiled):
 def test_nothing_is_tried_again_at_the_same_scale(rule):
     """A rule that keeps its scale has no retry: the loss is called once."""
     w, calls = Variable(jnp.zeros((16, 16))), []
-    opt = LossScaleOptimizer(SGD(0.1), rule=rule, telemetry=True)
+    opt = LossScaleOptimizer(SGD(0.1), loss_scale=rule, telemetry=True)
 
     def loss():
         calls.append(1)
@@ -205,7 +205,7 @@ def test_retries_in_vain_leave_the_counts_of_one_skipped_step():
     scales = []
     for retries in (0, 3):
         w = Variable(1.0)
-        opt = LossScaleOptimizer(SGD(0.0), rule=gs.AdaptiveLossScale(2.0**10))
+        opt = LossScaleOptimizer(SGD(0.0), loss_scale=gs.AdaptiveLossScale(2.0**10))
         for is_bad in (False, True, False, False, False):
 
             def loss(w=w, is_bad=is_bad):

@@ -158,7 +158,7 @@ def by_from_optax(steps):
     body, head = Variable(jnp.ones(8)), Variable(jnp.ones(8))
     groups = {"adam": optax.adam(0.01, eps=0.0), "sgd": optax.sgd(0.05, momentum=0.9)}
     inner = from_optax(optax.multi_transform(groups, ["adam", "sgd"]))
-    opt = LossScaleOptimizer(inner, rule=RULE, telemetry=True)
+    opt = LossScaleOptimizer(inner, loss_scale=RULE, telemetry=True)
     opt.build([body, head])
 
     def step(x):

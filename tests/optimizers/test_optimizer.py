@@ -511,7 +511,7 @@ def test_a_scale_that_is_none_cannot_be_loaded():
         ),
         lambda: LossScaleOptimizer(gs.optimizers.Adam(0.1, epsilon=1e-5), 8.0, 3, clipvalue=0.5),
         lambda: LossScaleOptimizer(SGD(), dynamic=False, initial_scale=128.0),
-        lambda: LossScaleOptimizer(SGD(), rule=gs.DynamicLossScale(4.0, hysteresis=2)),
+        lambda: LossScaleOptimizer(SGD(), loss_scale=gs.DynamicLossScale(4.0, hysteresis=2)),
         lambda: LossScaleOptimizer(Momentum(0.1, beta=0.5, clipnorm=2.0), name="outer"),
     ],
 )

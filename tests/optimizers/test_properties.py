@@ -16,7 +16,7 @@ from grid import GRID, OPTIMIZERS, OPTIONS, RATE, make, random_gradients, values
 SCALES = {
     "dynamic": {"initial_scale": 8.0},
     "not dynamic": {"dynamic": False, "initial_scale": 8.0},
-    "fixed rule": {"rule": gs.FixedLossScale(8.0)},
+    "fixed rule": {"loss_scale": gs.FixedLossScale(8.0)},
     "factor": {},
 }
 CASES = [  # each is compiled, so not every pair

@@ -50,7 +50,7 @@ def make():
     variables = [
         gs.optimizers.Variable(np.ones(shape, np.float32), name=n) for n, shape in SHAPES.items()
     ]
-    opt = gs.optimizers.LossScaleOptimizer(inner(), rule=RULE, telemetry=True)
+    opt = gs.optimizers.LossScaleOptimizer(inner(), loss_scale=RULE, telemetry=True)
     opt.build(variables)
     return variables, opt
 
@@ -211,7 +211,7 @@ def test_a_keras_file(stops, tmp_path):
     options |= {"ema_momentum": 0.5, "ema_overwrite_frequency": 4, "gradient_accumulation_steps": 3}
     optimizer = keras.optimizers.Adam(0.05, **options)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
-    model.compile(LossScaleOptimizer(optimizer, rule=RULE), "mse")
+    model.compile(LossScaleOptimizer(optimizer, loss_scale=RULE), "mse")
     model.optimizer.build(model.trainable_variables)
     pure = jax.jit(model.optimizer.stateless_apply)
 

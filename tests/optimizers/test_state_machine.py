@@ -31,7 +31,7 @@ SETS = {  # class, its options, those of the wrapper
     "averages": (Adam, {"amsgrad": True, "use_ema": True, "ema_momentum": 0.8,
                            "ema_overwrite_frequency": 3}, {}),
     "a fixed scale and microbatches": (SGD, {"momentum": 0.9, "gradient_accumulation_steps": 2},
-                                       {"rule": gs.FixedLossScale(FIRST)}),
+                                       {"loss_scale": gs.FixedLossScale(FIRST)}),
 }  # fmt: skip
 
 

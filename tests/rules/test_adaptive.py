@@ -74,7 +74,7 @@ def test_a_long_run_of_overflows_is_what_its_description_says(known):
 def train(rule, factor, steps, spoiled=(), known=True):
     """SGD on a small float16 network, whose gradients are about `factor`; which steps skip."""
     w = gs.optimizers.Variable(np.linspace(0.5, 1.5, 16, dtype=np.float32))
-    opt = LossScaleOptimizer(SGD(0.0), rule=rule, telemetry=True)
+    opt = LossScaleOptimizer(SGD(0.0), loss_scale=rule, telemetry=True)
     opt.build([w])
 
     def step(x):
@@ -310,7 +310,7 @@ def test_wrong_settings():
             gs.AdaptiveLossScale(**{name: value})
     rule = gs.AdaptiveLossScale(8.0, margin=2)
     assert gs.AdaptiveLossScale.from_config(rule.get_config()) == rule
-    opt = LossScaleOptimizer(SGD(0.1), rule=rule)
+    opt = LossScaleOptimizer(SGD(0.1), loss_scale=rule)
     assert LossScaleOptimizer.from_config(opt.get_config()).rule == rule
 
 

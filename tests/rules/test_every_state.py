@@ -104,7 +104,7 @@ def in_loss_scaled(start, period, multiplier):
 def in_loss_scale_optimizer(start, period, multiplier):
     """`LossScaleOptimizer.apply` with TensorFlow's lowest scale."""
     rule = gs.DynamicLossScale(start, period, multiplier, min_scale=1.0)
-    weight, opt = Variable(1.0), LossScaleOptimizer(SGD(0.5), rule=rule)
+    weight, opt = Variable(1.0), LossScaleOptimizer(SGD(0.5), loss_scale=rule)
     opt.build([weight])
     return of_optimizer(opt, weight, lambda g: opt.apply([g * opt.loss_scale]))
 

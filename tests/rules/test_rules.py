@@ -175,7 +175,7 @@ def asking(*names):
 def test_a_rule_is_told_what_it_measures(gradient, largest, nan, inf):
     """Measures are those of the true gradients; the loss is nan unless it was given."""
     rule, gradient = asking("max_abs", "any_nan", "any_inf", "loss"), jnp.float32(gradient)
-    opt = LossScaleOptimizer(SGD(), rule=rule)
+    opt = LossScaleOptimizer(SGD(), loss_scale=rule)
     opt.apply([4 * gradient], [Variable([0.0, 0.0])])
     told = [float(v) for v in opt.variables[:5]]
     np.testing.assert_equal(told, [4, largest, nan, inf, np.nan])
@@ -191,7 +191,7 @@ def test_a_rule_is_told_nothing_else(names, any_nan):
     tx = gs.loss_scaled(optax.sgd(0.1), asking(*names))
     _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=2.5)
     assert state.rule_state == (4, -1, any_nan, -1, -1)
-    opt = LossScaleOptimizer(SGD(), rule=asking(*names))
+    opt = LossScaleOptimizer(SGD(), loss_scale=asking(*names))
     opt.apply([jnp.ones(2)], [Variable([0.0, 0.0])])
     assert [float(v) for v in opt.variables[:5]] == [4, -1, any_nan, -1, -1]
 
@@ -199,7 +199,7 @@ def test_a_rule_is_told_nothing_else(names, any_nan):
 def test_an_unknown_measure_is_refused():
     """A rule that asks for something unknown is told what there is."""
     with pytest.raises(ValueError, match=r"max_abs.*got 'median'"):
-        LossScaleOptimizer(SGD(), rule=asking("median")).apply([1.0], [Variable(1.0)])
+        LossScaleOptimizer(SGD(), loss_scale=asking("median")).apply([1.0], [Variable(1.0)])
 
 
 @pytest.mark.parametrize("scale", [2.0**-24, 2.0**126])
@@ -258,7 +258,7 @@ def test_a_rule_of_ones_own_cannot_break_the_scale(scale):
             return gs.typing.ScaleState(jnp.float32(scale))
 
     w = Variable(1.0)
-    opt = LossScaleOptimizer(SGD(0.5), rule=Broken(8.0))
+    opt = LossScaleOptimizer(SGD(0.5), loss_scale=Broken(8.0))
     opt.minimize(lambda: w * 1.0, [w])
     assert opt.loss_scale.dtype == jnp.float32
     assert 0 < float(opt.loss_scale) <= 2.0**126
@@ -320,7 +320,7 @@ def test_the_rule_in_force_decides(saved, rule, expected):
     """A state of another rule has, after a step, the scale of a fixed rule, or one within the
     bounds; a rule that starts below its minimum keeps what it loads."""
     old, state = (
-        gs.TrainState.create(jnp.ones(3), optax.sgd(0.1), rule=each) for each in (saved, rule)
+        gs.TrainState.create(jnp.ones(3), optax.sgd(0.1), loss_scale=each) for each in (saved, rule)
     )
     step = gs.train_step(lambda w: SMALL * (w**2).sum())
     state, _ = step(state.replace(opt_state=old.opt_state))
@@ -482,7 +482,7 @@ class WithoutAScale(gs.LossScale):
 def test_a_rule_without_a_scale_is_refused():
     """The first state of a rule has a `scale`, or both faces say what they expect."""
     for make in (
-        lambda: LossScaleOptimizer(SGD(0.1), rule=WithoutAScale()),
+        lambda: LossScaleOptimizer(SGD(0.1), loss_scale=WithoutAScale()),
         lambda: gs.loss_scaled(optax.sgd(0.1), WithoutAScale()).init(jnp.ones(2)),
     ):
         with pytest.raises(TypeError, match="scale"):

@@ -76,7 +76,7 @@ OPTIMIZERS = {
     "L-BFGS": lambda: optax.lbfgs(),
 }
 RULES = {
-    "default": lambda: None,
+    "default": lambda: "dynamic",
     "fixed": lambda: gs.FixedLossScale(2.0**8),
     "adaptive": lambda: gs.AdaptiveLossScale(),
     "with patience": lambda: gs.DynamicLossScale(hysteresis=2),
@@ -87,7 +87,10 @@ OPTIONS = {"none": {}, "telemetry": {"telemetry": True},
 
 def made(model, optimizer, rule="default", options="none", width=8):
     return gs.TrainState.create(
-        MODELS[model][0](width), OPTIMIZERS[optimizer](), rule=RULES[rule](), **OPTIONS[options]
+        MODELS[model][0](width),
+        OPTIMIZERS[optimizer](),
+        loss_scale=RULES[rule](),
+        **OPTIONS[options],
     )
 
 

@@ -110,7 +110,7 @@ def test_telemetry_that_is_donated_loses_no_earlier_record(tmp_path):
     """Nor the description of the run: the records before are written, and that of the donated
     telemetry has the loss."""
     path, rule = tmp_path / "run.jsonl", gs.DynamicLossScale(2.0**4)
-    state = gs.TrainState.create(jnp.ones(2), optax.sgd(0.1), rule=rule, telemetry=True)
+    state = gs.TrainState.create(jnp.ones(2), optax.sgd(0.1), loss_scale=rule, telemetry=True)
     run, info = JsonLines(path, rule=rule), state.info
     run.write(0, loss=1.0)
     run.write(1, info, loss=2.0)
@@ -762,7 +762,7 @@ def test_a_loss_that_is_not_finite_is_no_proof_of_bad_data():
     causes = "bad data, too high a learning rate, or an overflow in the forward pass."
     assert advice.startswith("Steps that no scale makes finite lowered it to 2^0.")
     assert advice.index(causes) < advice.index("xray(") < advice.index("AdaptiveLossScale()")
-    assert "If it is the data, rule=gs.AdaptiveLossScale()" in advice
+    assert "If it is the data, loss_scale=gs.AdaptiveLossScale()" in advice
     assert advice.endswith("it skips the same steps.")
     assert "StepRecorder" in recorder
 

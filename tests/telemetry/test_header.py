@@ -43,8 +43,8 @@ def test_dtypes_and_versions_are_written(tmp_path):
     assert back.made["dtypes"] == {"float16": 1, "float32": 1, "float64": 1}
     assert back.made["versions"]["gainstage"] == gs.__version__
     assert headline(back)["Parameters"] == "1 float16, 1 float32, 1 float64"
-    with pytest.raises(TypeError, match=r"Expected a gainstage.LossScale for rule"):
-        JsonLines(tmp_path / "other.jsonl", rule="dynamic")
+    with pytest.raises(TypeError, match=r"None, or a rule for rule"):
+        JsonLines(tmp_path / "other.jsonl", rule="adaptive")
 
 
 def test_a_restart_says_it_again(tmp_path):

@@ -65,7 +65,7 @@ def test_a_rule_that_is_not_given_the_loss_says_so():
     assert advice.startswith("34 steps in a row were skipped because gradients were NaN, at")
     assert "update(..., value=loss)" in advice
     assert "finite again at 2^15, so it was not the scale: probably bad data" in advice
-    assert "rule=" not in advice
+    assert "loss_scale=" not in advice
 
 
 def test_a_loss_that_is_recorded_but_not_passed_is_noticed_at_once():
@@ -78,7 +78,7 @@ def test_a_loss_that_is_recorded_but_not_passed_is_noticed_at_once():
     advice = summary(run).advice
     assert "after a loss that was not finite" in advice[0]
     assert "not finite before any scaling" in advice[1]
-    assert not any("rule=" in sentence for sentence in advice)
+    assert not any("loss_scale=" in sentence for sentence in advice)
 
 
 def test_what_overflows_inside_of_the_network_bounds_what_is_advised():

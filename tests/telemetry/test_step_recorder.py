@@ -46,7 +46,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "early":
         Path.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
     params, rule = {"w": jnp.ones(3)}, gs.DynamicLossScale(2.0**4)
-    state = gs.TrainState.create(params, optax.sgd(0.01), rule=rule, telemetry=True)
+    state = gs.TrainState.create(params, optax.sgd(0.01), loss_scale=rule, telemetry=True)
     step = gs.train_step(loss_fn)
     recorder = gs.diagnostics.StepRecorder(sys.argv[2])
     for n in range(5):
@@ -414,7 +414,7 @@ def trained_by(kind, write):
     rule = gs.DynamicLossScale(2.0**4, increment_period=2)
     if kind == "LossScaleOptimizer":
         w = Variable(jnp.ones(3), name="w")
-        opt = gs.optimizers.LossScaleOptimizer(SGD(0.001), rule=rule, telemetry=True)
+        opt = gs.optimizers.LossScaleOptimizer(SGD(0.001), loss_scale=rule, telemetry=True)
         opt.build([w])
 
         def train_step(x):
@@ -427,7 +427,7 @@ def trained_by(kind, write):
             return telemetry(opt), {"w": w}
     elif kind == "train_step":
         params, compiled = {"w": jnp.ones(3)}, gs.train_step(loss_fn)
-        state = gs.TrainState.create(params, optax.sgd(0.001), rule=rule, telemetry=True)
+        state = gs.TrainState.create(params, optax.sgd(0.001), loss_scale=rule, telemetry=True)
 
         def step(x):
             nonlocal state
@@ -482,7 +482,7 @@ def test_a_step_file_repeats_the_bad_step_of_every_kind_of_training(tmp_path, ki
 def test_a_healthy_run_leaves_nothing_and_keeps_its_memory(tmp_path):
     """No file is written, nothing but a flag is read, and donated memory is used again."""
     params, rule = {"w": jnp.ones(3)}, gs.DynamicLossScale(2.0**4)
-    state = gs.TrainState.create(params, optax.sgd(0.001), rule=rule, telemetry=True)
+    state = gs.TrainState.create(params, optax.sgd(0.001), loss_scale=rule, telemetry=True)
     step, recorder = gs.train_step(loss_fn), StepRecorder(tmp_path / "bad.safetensors")
     x = jnp.ones((2, 3))
     for n in range(3):

@@ -95,7 +95,7 @@ def test_an_optimizer_tells_what_the_step_was_like(options, rng):
 def test_the_largest_element_is_nan_where_it_was_not_measured(rule):
     """It is measured in every 17th healthy step, and in every step with a rule that measures it."""
     w = Variable(np.ones(2, np.float32))
-    opt = LossScaleOptimizer(SGD(0.1), rule=rule, telemetry=True)
+    opt = LossScaleOptimizer(SGD(0.1), loss_scale=rule, telemetry=True)
     found = []
     for step in range(40):
         opt.apply([np.array([step + 1.0, -1.0], np.float32) * float(opt.loss_scale)], [w])
@@ -392,7 +392,7 @@ def test_gradients_of_any_dtype_are_told_of(rule, dtype, rng):
         kind = jnp.dtype(dtype)
         scaled = [jnp.asarray((rng.normal(size=size) * 8).astype(kind)) for size in (5, 8192)]
         weights = [Variable(np.ones(g.shape, kind)) for g in scaled]
-        opt = LossScaleOptimizer(SGD(0.0), rule=rule, telemetry=True)
+        opt = LossScaleOptimizer(SGD(0.0), loss_scale=rule, telemetry=True)
         scale = float(opt.loss_scale)
         opt.apply(scaled, weights)
         info, true = (
@@ -411,7 +411,9 @@ def test_no_dtype_or_rank_is_promoted_implicitly(rule):
     steps = {"gradient_accumulation_steps": 2}
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         w = Variable(np.ones((2, 3), np.float32))
-        opt = LossScaleOptimizer(SGD(1.0, **steps), rule=rule, telemetry=True, underflow_every=1)
+        opt = LossScaleOptimizer(
+            SGD(1.0, **steps), loss_scale=rule, telemetry=True, underflow_every=1
+        )
         for value in (8.0, np.inf, 8.0, 8.0):
             opt.apply([jnp.full((2, 3), value, jnp.float16)], [w])
         info = gs.diagnostics.telemetry(opt)
@@ -425,7 +427,7 @@ def test_at_the_floor_a_run_goes_on_and_can_be_asked():
     """40 bad steps end no run: the scale stays at its floor, and it is known how many and where."""
     w, b = Variable([1.0, 1.0], name="w"), Variable(1.0, name="b")
     rule = gs.DynamicLossScale(8.0, min_scale=1.0)
-    opt = LossScaleOptimizer(SGD(0.5), rule=rule, telemetry=True)
+    opt = LossScaleOptimizer(SGD(0.5), loss_scale=rule, telemetry=True)
     for _ in range(40):
         opt.apply([[np.inf, 0.0], 0.0], [w, b])
     info = gs.diagnostics.telemetry(opt)
@@ -459,13 +461,13 @@ def test_healthy_steps_pass_under_debug_flags(flag, how, rule):
         params = [jnp.ones((3, 4)), jnp.ones(4, jnp.float16)]
         if how.startswith("ours"):
             inner = Adam(0.1, jit_compile="un" not in how, global_clipnorm=1.0)
-            opt = LossScaleOptimizer(inner, rule=rule(), telemetry=True, underflow_every=2)
+            opt = LossScaleOptimizer(inner, loss_scale=rule(), telemetry=True, underflow_every=2)
             w = [Variable(p) for p in params]
             for _ in range(3):
                 opt.minimize(lambda: loss(*(v.value() for v in w)), w)
             state, params = opt, None
         elif how == "train_step":
-            options = {"rule": rule(), "telemetry": True, "underflow_every": 2}
+            options = {"loss_scale": rule(), "telemetry": True, "underflow_every": 2}
             whole = gs.TrainState.create(params, optax.adam(0.1), **options)
             step = gs.train_step(lambda p: loss(*p))
             for _ in range(3):

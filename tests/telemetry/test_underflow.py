@@ -57,7 +57,7 @@ def test_shares_are_those_of_a_cast(way):
     """Of arrays of all shapes and sizes, the shares are those of numpy's float16."""
     rule, zeros = gs.DynamicLossScale(SCALE), [np.zeros(s, np.float32) for s in SHAPES]
     variables = [Variable(zero) for zero in zeros]
-    opt = LossScaleOptimizer(SGD(0.1), rule=rule, telemetry=True, underflow_every=1)
+    opt = LossScaleOptimizer(SGD(0.1), loss_scale=rule, telemetry=True, underflow_every=1)
     tx = gs.loss_scaled(optax.sgd(0.1), rule, telemetry=True, underflow_every=1)
     state, update = tx.init(zeros), jax.jit(tx.update)
     for seed in range(5):

@@ -668,7 +668,7 @@ def test_a_skipped_step_without_a_record_is_not_called_finite_alone():
 
     x = jnp.full(4, 3.0)
     rule = gs.DynamicLossScale(2.0**15)
-    state = gs.TrainState.create(jnp.ones(4), optax.sgd(0.1), rule=rule)
+    state = gs.TrainState.create(jnp.ones(4), optax.sgd(0.1), loss_scale=rule)
     step = gs.train_step(loss_fn, donate=False)
     skipped, _ = step(state, x)
     assert not skipped.applied

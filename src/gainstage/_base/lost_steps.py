@@ -75,8 +75,8 @@ def what_helps(*, retries: bool | None, is_fixed: bool = False, hysteresis: int 
     """
     if is_fixed:
         return (
-            "Such a step needs a lower scale than the fixed one: take a lower loss_scale_value, or "
-            f"rule=gainstage.DynamicLossScale(); {_UNTIL}"
+            "Such a step needs a lower loss_scale than the fixed one, or "
+            f"gainstage.DynamicLossScale() for it; {_UNTIL}"
         )
     if retries is False:
         more = f" {_HYSTERESIS}" if hysteresis > 1 else ""

@@ -46,7 +46,7 @@ def dtypes_and_names(program: AnyJaxpr) -> tuple[set[Any], set[str]]:
     todo, dtypes, names = [open_jaxpr(program)], set[Any](), set[str]()
     while todo:
         each = todo.pop()
-        values = [*each.invars, *each.constvars]
+        values: list[Any] = [*each.invars, *each.constvars]
         for eqn in each.eqns:
             names.add(eqn.primitive.name)
             values += eqn.invars

@@ -105,7 +105,7 @@ class StepRecorder:
         True
         >>> bad = gs.diagnostics.read_step(path)
         >>> print(bad.step, bad.scale, bad.args[1])
-        1 32768.0 1e+30
+        1 1.0 1e+30
     """
 
     def __init__(

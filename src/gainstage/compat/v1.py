@@ -84,7 +84,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
         rule = rules.FixedLossScale(1.0) if self._own is not None else _rule(loss_scale)
         name = opt.get_name() if name is None else name
         use_locking = opt._use_locking if use_locking is None else use_locking
-        wrapper = _LossScaleOptimizer(opt._optimizer, rule=rule, name=with_name(name))
+        wrapper = _LossScaleOptimizer(opt._optimizer, loss_scale=rule, name=with_name(name))
         if type(loss_scale) is DynamicLossScale:
             wrapper._scale_store.share(loss_scale._state)  # object and optimizer share one state
         super().__init__(wrapper, use_locking, name)

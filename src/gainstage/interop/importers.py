@@ -1,6 +1,6 @@
 """Imports the loss-scale state of other libraries, so that a run continues with gainstage.
 
-Pass the rule to `LossScaleOptimizer(rule=...)`, and the state to `load_into`.
+Pass the rule to `LossScaleOptimizer(loss_scale=...)`, and the state to `load_into`.
 """
 
 # Each function reads plain attributes or keys and needs none of the libraries. In an optax loop,

@@ -7,13 +7,13 @@ from typing import Any
 
 from gainstage._base.checks import brief
 from gainstage.interop.keras_audit import Audit
-from gainstage.interop.keras_autocast import autocast, check_model, needs_scale, under
+from gainstage.interop.keras_autocast import autocast, check_model, under
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_loss_scale import LossScaleOptimizer
 from gainstage.interop.keras_measured import advise, tune
-from gainstage.precision.autocast import Precision, plan_for
-from gainstage.rules.loss_scale import Rule
+from gainstage.precision.autocast import Precision, is_no_cast, plan_for
+from gainstage.rules.loss_scale import LossScaleLike, is_default
 
 __all__ = [
     "Audit",
@@ -36,33 +36,35 @@ def compile(
     loss: Any = None,
     *,
     dtype: Precision | None = "float16",
-    rule: Rule | None = None,
+    loss_scale: LossScaleLike = "dynamic",
     **options: Any,
 ) -> Any:
     """Compiles a model of Keras for training in half precision, with all that it needs.
 
     It is `model = autocast(model, dtype)` and `model.compile(LossScaleOptimizer(optimizer), loss)`:
-    products in half precision, a scaled loss, and steps that keep everything if a gradient
-    overflows, moving means and the seeds of `Dropout` too. Keras's own trainer keeps what the
-    forward pass assigned, so one batch with a NaN ruins a `BatchNormalization`. What is saved,
-    loaded or pickled has all of it.
+    products in half precision, a scaled loss where the dtype needs it, and steps that keep
+    everything if a gradient is not finite, moving means and the seeds of `Dropout` too. Keras's own
+    trainer keeps what the forward pass assigned, so one batch with a NaN ruins a
+    `BatchNormalization`. What is saved, loaded or pickled has all of it.
 
     Args:
         model: a Keras model, built or not.
         optimizer: an optimizer of Keras, or its name. One that scales losses is taken as it is.
         loss: as for `model.compile`.
-        dtype: as for `autocast`. In bfloat16 no loss is scaled. None for a model whose layers have
-            a policy of Keras's, such as `mixed_float16`, and compute as that says.
-        rule: the rule of the loss scale, by default that of `LossScaleOptimizer`.
+        dtype: as for `autocast`. In bfloat16 no loss is scaled; steps that are not finite are
+            skipped all the same. In "float32" the model computes as it is written. None for a model
+            whose layers have a policy of Keras's, such as `mixed_float16`, and compute as that
+            says.
+        loss_scale: as for `LossScaleOptimizer`: "dynamic", a number, a rule, or None.
         **options: as for `model.compile`.
 
     Returns:
         The same model.
 
     Raises:
-        TypeError: `model` is not a Keras model, or a `rule` is given and the optimizer scales
-            losses already.
-        ValueError: a `rule` is given where no loss is scaled; as `autocast`.
+        TypeError: `model` is not a Keras model, or a `loss_scale` is given and the optimizer has
+            one already.
+        ValueError: as `autocast`.
 
     Examples:
         >>> import keras, numpy as np
@@ -78,20 +80,17 @@ def compile(
     Source: `keras.Model.compile`.
     """
     check_model(model)
-    plan = None if dtype is None else plan_for(dtype)
+    plan = None if dtype is None or is_no_cast(dtype) else plan_for(dtype)
     if hasattr(optimizer, "init") or type(optimizer).__module__.startswith("gainstage.optimizers"):
         raise TypeError(
             f"Expected an optimizer of Keras, or its name, for optimizer; got {brief(optimizer)}. "
             f"Write keras.optimizers.Adam(1e-3)."
         )
-    scales, optimizer = needs_scale(plan, model), keras.optimizers.get(optimizer)
-    if rule is not None:
-        if not scales:
-            where = "in bfloat16" if plan else "with these policies"
-            raise ValueError(f"Expected no rule {where}, where no loss is scaled; got {rule!r}.")
-        optimizer = LossScaleOptimizer(optimizer, rule=rule)
-    elif scales and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = LossScaleOptimizer(optimizer)
+    optimizer = keras.optimizers.get(optimizer)
+    if not is_default(loss_scale) or not (
+        isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor
+    ):
+        optimizer = LossScaleOptimizer(optimizer, loss_scale=loss_scale)
     model = autocast(model, plan) if plan else under(None, model)
     model.compile(optimizer, loss, **options)
     return model

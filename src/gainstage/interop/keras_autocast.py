@@ -18,7 +18,7 @@ from gainstage.interop.keras_attention import use_fused_attention
 from gainstage.interop.keras_backend import PACKAGE, keras
 from gainstage.interop.keras_first_epoch import FirstEpoch
 from gainstage.interop.keras_loss_scale import LossScaleOptimizer
-from gainstage.precision.autocast import Precision, plan_for
+from gainstage.precision.autocast import Precision, is_no_cast, plan_for
 from gainstage.precision.autocast import autocast as autocast_function
 from gainstage.precision.plan import Plan
 
@@ -30,10 +30,10 @@ def autocast(model: Any, dtype: Precision = "float16") -> Any:
     uses `model.stateless_call`, such as your own `train_step`. The loss and the metrics are
     computed in float32. `model(x)` itself is computed in float32 too.
 
-    A step that overflows keeps all state of the model: moving means, and the seeds of `Dropout`.
-    In float16 the gradients need loss scaling: `compile` wraps an optimizer that has none in
-    `LossScaleOptimizer`, as Keras does under its policy `mixed_float16`. `auto_scale_loss=False`
-    leaves it out.
+    A step that is not finite keeps all state of the model: weights, moving means, and the seeds of
+    `Dropout`. For that, `compile` wraps an optimizer in `LossScaleOptimizer`, as Keras does under
+    its policy `mixed_float16`; `auto_scale_loss=False` leaves it out. In float16 and float8 it
+    scales the loss too, which bfloat16 does not need.
 
     On a GPU, layers of attention take the fused kernel of Keras, as under `mixed_float16`, unless
     they have dropout. `keras.config.disable_flash_attention()` leaves it out.
@@ -64,6 +64,8 @@ def autocast(model: Any, dtype: Precision = "float16") -> Any:
         LossScaleOptimizer float32
     """
     check_model(model)
+    if is_no_cast(dtype):
+        return under(None, model)
     plan = plan_for(dtype)
     autocast_function(model.stateless_call, plan)  # refuses a function that has a plan
     refuse_mixed(model)
@@ -186,6 +188,8 @@ class Autocast:
         values = kwargs.get("optimizer_variables")
         if not (optimizer and values and kwargs.get("training")):
             return trainer.compute_loss_and_updates(*args, **kwargs)
+        if not needs_scale(self._plan, self):
+            return trainer.compute_loss_and_updates(*args, **kwargs)
         with keras.StatelessScope(list(zip(optimizer.variables, values, strict=True))):
             scale = optimizer.scale_loss(jnp.float32(1))
         return called_at(trainer.compute_loss_and_updates, lambda: scale)(*args, **kwargs)
@@ -204,13 +208,15 @@ class Autocast:
         self._scale_losses()
 
     def _scale_losses(self) -> None:
-        """Wraps an optimizer that scales no losses, for float16."""
+        """Wraps an optimizer, so that it skips steps, and says whether it is to scale losses."""
         optimizer: Any = getattr(self, "optimizer", None)
-        scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        if optimizer is None or scales or not needs_scale(self._plan, self):
+        if optimizer is None:
             return
-        if optimizer.loss_scale_factor is None:
-            self.optimizer = LossScaleOptimizer(optimizer)
+        has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        if not has_scale and optimizer.loss_scale_factor is None:
+            self.optimizer = optimizer = LossScaleOptimizer(optimizer)
+        if isinstance(optimizer, LossScaleOptimizer):
+            optimizer._is_needed = needs_scale(self._plan, self)
 
     def compile_from_config(self: Any, config: dict[str, Any]) -> None:
         """Compiles the model as a saved one was."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from gainstage._base.checks import as_power
 from gainstage.interop.keras_backend import keras
+from gainstage.interop.keras_loss_scale import LossScaleOptimizer
 from gainstage.rules.loss_scale import DynamicLossScale
 from gainstage.runs.alarms import Alarm
 from gainstage.runs.findings import SHARE
@@ -41,7 +42,7 @@ class LogLossScale(keras.callbacks.Callback):
             )
         self._epochs = 0  # with skipped steps
         self._steps, self._before, self._skipped = 0, self._iterations(), 0
-        self._scale = float(self.model.optimizer.dynamic_scale.value)
+        self._scale = self._loss_scale()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stores the index of the epoch's last step; one call may be for several steps."""
@@ -51,7 +52,7 @@ class LogLossScale(keras.callbacks.Callback):
         """Reads the scale and the count of steps once per epoch."""
         self._steps += self._last
         skipped = self._steps - (self._iterations() - self._before)
-        scale = float(self.model.optimizer.dynamic_scale.value)
+        scale = self._loss_scale()
         loss = float((logs or {}).get("loss", 0.0))
         self._warn(epoch, skipped - self._skipped, scale, loss)
         self._skipped, self._scale = skipped, scale
@@ -72,16 +73,24 @@ class LogLossScale(keras.callbacks.Callback):
         which = f"{skipped} of the {self._last} steps of epoch {epoch + 1}"
         if not many:
             which = f"{all_skipped} of the {self._steps} steps so far"
-        message = (
-            f"{which} were skipped; the loss scale went from {as_power(self._scale)} to "
-            f"{as_power(scale)}. {why}Look at the data and the learning rate."
-        )
-        rule = getattr(self.model.optimizer, "rule", None)  # Keras's own wrapper has none
+        optimizer = self.model.optimizer
+        moved, rule = f"from {as_power(self._scale)} to {as_power(scale)}", None
+        moved = f"; the loss scale went {moved}"
+        if isinstance(optimizer, LossScaleOptimizer):  # Keras's own has no rule
+            moved, rule = (moved, optimizer.rule) if optimizer._is_needed else ("", None)
+        message = f"{which} were skipped{moved}. {why}Look at the data and the learning rate."
         if isinstance(rule, DynamicLossScale) and rule.hysteresis == 1:
             message += (
-                " rule=gs.DynamicLossScale(hysteresis=2) keeps the scale through single bad steps."
+                " loss_scale=gs.DynamicLossScale(hysteresis=2) keeps the scale through single bad "
+                "steps."
             )
         warnings.warn(Alarm("skips", self._steps, message), stacklevel=2)
+
+    def _loss_scale(self) -> float:
+        """The scale in use. Keras's own wrapper has no `loss_scale`."""
+        optimizer = self.model.optimizer
+        is_ours = isinstance(optimizer, LossScaleOptimizer)
+        return float(optimizer.loss_scale if is_ours else optimizer.dynamic_scale.value)
 
     def _iterations(self) -> int:
         if hasattr(self.model, "jax_state_sync"):

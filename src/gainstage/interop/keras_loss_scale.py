@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from gainstage._base import checks
 from gainstage._base._jax import Tracer
 from gainstage._base.checks import as_power, brief
 from gainstage._base.configurable import description_of, object_from
@@ -31,8 +32,9 @@ from gainstage.optimizers.optimizer import Optimizer
 from gainstage.rules.loss_scale import (
     FixedLossScale,
     LossScale,
-    Rule,
+    LossScaleLike,
     as_rule,
+    is_default,
     keras_rule,
     start,
     with_number,
@@ -56,13 +58,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         initial_scale: the first scale, > 0.
         dynamic_growth_steps: finite steps in a row before the scale is doubled, >= 1.
         name: the optimizer's name.
-        rule: a `LossScale` instead of the two arguments before.
+        loss_scale: instead of `initial_scale` and `dynamic_growth_steps`, a number > 0 for a fixed
+            scale, a `LossScale`, which is a rule, or None for none; "dynamic" leaves it to them.
         **kwargs: further arguments of Keras's class, which its configurations contain.
 
     Raises:
-        TypeError: `inner_optimizer` is not an optimizer of Keras or scales losses itself, or `rule`
-            is not a rule.
-        ValueError: an argument is out of range, or `rule` is combined with the two before it.
+        TypeError: `inner_optimizer` is not an optimizer of Keras or scales losses itself, or
+            `loss_scale` is not one of those.
+        ValueError: an argument is out of range, or `loss_scale` is combined with the two others.
 
     Examples:
         >>> import keras, numpy as np
@@ -80,6 +83,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     # The program of an eager `apply`, after the settings that it has as constants.
     _program: Any = (None, None)
     _scaled = UNSCALED  # whether a loss was multiplied by the scale
+    _is_needed = True  # whether its model computes in float16 or float8, by `keras_autocast`
     _told: frozenset[str] = frozenset()  # of what it has warned: "statistics", "dead"
     # The steps that were applied up to the last fit, and the scale after it.
     _last_fit: tuple[int, float | None] = (0, None)
@@ -91,7 +95,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         initial_scale: float = 2.0**15,
         dynamic_growth_steps: int = 2000,
         name: str | None = None,
-        rule: Rule | None = None,
+        loss_scale: LossScaleLike = "dynamic",
         **kwargs: Any,
     ):
         if isinstance(inner_optimizer, Optimizer):
@@ -110,7 +114,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"{type(inner_optimizer).__name__} {inner_optimizer.name!r}. Pass its "
                 f"`inner_optimizer`."
             )
-        rule = _chosen_rule(initial_scale, dynamic_growth_steps, rule)
+        rule = _chosen_rule(initial_scale, dynamic_growth_steps, loss_scale)
         first = float(start(rule).scale)
         super().__init__(inner_optimizer, first, dynamic_growth_steps, name, **kwargs)
         self.rule = rule
@@ -136,8 +140,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def loss_scale(self) -> jax.Array:
-        """The current scale, a float32 scalar. During `fit` Keras keeps the state elsewhere; call
-        `model.jax_state_sync()` first in a callback."""
+        """The current scale, a float32 scalar; 1 for a model of `compile` or `autocast` that
+        computes in bfloat16, which needs none. It can be set. During `fit` Keras keeps the state
+        elsewhere; call `model.jax_state_sync()` first in a callback."""
+        if not self._is_needed:
+            return jnp.float32(1)
         # A trace reads it to compute with it; one that never changes may be read once.
         multiplies = is_inside() or isinstance(self.rule, FixedLossScale)
         self._scaled = max(self._scaled, SCALED if multiplies else READ)
@@ -152,6 +159,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             return jnp.float32(self.initial_scale)
         return self.dynamic_scale.value
+
+    @loss_scale.setter
+    def loss_scale(self, scale: ArrayLike) -> None:
+        scale = checks.loss_scale("loss_scale", scale)
+        if not self.built:
+            raise ValueError(
+                f"Expected {self.name!r} to be built before loss_scale={scale!r}. Write "
+                f"optimizer.build(model.trainable_variables), or pass initial_scale."
+            )
+        self.dynamic_scale.assign(scale)
 
     def _has_no_value(self) -> bool:
         """Whether neither the scale's variable nor an active scope has a value for it."""
@@ -178,8 +195,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             )
 
     def scale_loss(self, loss: ArrayLike) -> jax.Array:
-        """Returns the loss times the scale, in float32."""
+        """Returns the loss times the scale, in float32; the loss itself where none is needed."""
         self._check_factor()
+        if not self._is_needed:
+            self._scaled = SCALED
+            return jnp.asarray(gradients.upcast(loss))
         self._scaled = SCALED
         return gradients.scaled(loss, self.loss_scale)
 
@@ -209,7 +229,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             ordered[self._get_variable_index(variable)] = gradient
         step = self._step
         if not keras.src.backend.common.stateless_scope.in_stateless_scope():
-            constants = self.rule, _constants_of(self.inner_optimizer)
+            constants = self._is_needed, self.rule, _constants_of(self.inner_optimizer)
             if self._program[0] != constants:
                 self._program = constants, jax.jit(partial(step))
             step = self._program[1]
@@ -222,7 +242,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _check_scaled(self) -> None:
         """Warns of gradients of a loss that cannot have been multiplied by the scale."""
-        if self._scaled == UNSCALED and self.rule != FixedLossScale(1.0):
+        if self._is_needed and self._scaled == UNSCALED and self.rule != FixedLossScale(1.0):
             self._scaled = SCALED  # warn once
             warn(
                 f"`apply` of {self.name!r} divides gradients by the loss scale, but no loss was "
@@ -248,10 +268,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         optimizer = self.inner_optimizer
         kept = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
 
+        scale = state.scale if self._is_needed else None
+
         def update(norms: Any, old: PyTree) -> tuple[None, PyTree]:
             # Quantized layers pass a measurement instead of a gradient; it is not unscaled.
             true = [
-                g if g is None or keep else gradients.unscale(g, state.scale)
+                g if g is None or keep else gradients.unscale(g, scale)
                 for g, keep in zip(grads, kept, strict=True)
             ]
             with warnings.catch_warnings():  # our `apply` has told what the user gave no gradient
@@ -266,7 +288,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         sums = [known[id(v)] for v in optimizer._accumulated_gradients] if accumulates else []
         scaling = ScaledStep(self.rule, conditional=True)
         now = ScaledStepState(state)
-        done = scaling.step(update, now, old, measured, state.scale, onto=sums, checked=arrays)
+        by = 1.0 if scale is None else scale
+        how: dict[str, Any] = {"checked": arrays, "is_scaled": self._is_needed}
+        done = scaling.step(update, now, old, measured, by, onto=sums, **how)
         weights, inner = done.inner
         for field, value in done.state.rule_state._asdict().items():
             if value is not None:
@@ -365,10 +389,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return
         bad_steps = int(self._counts["bad_steps"].value) if "bad_steps" in self._counts else 0
         what = advice = ""
-        if isinstance(self.rule, FixedLossScale):
+        if not self._is_needed:
+            if ran and not applied:
+                what = "in a precision that needs no loss scale"
+        elif isinstance(self.rule, FixedLossScale):
             if ran and not applied:  # later it may be one bad batch
                 what = f"at the fixed loss scale of {as_power(scale)}"
-                advice = " A rule finds a lower scale: rule=gainstage.DynamicLossScale()."
+                advice = " A rule finds a lower scale: loss_scale=gainstage.DynamicLossScale()."
         elif bad_steps >= DEAD:
             what = f"and {bad_steps} in a row were skipped"
         elif scale <= max(getattr(self.rule, "min_scale", 0), (begun or self.initial_scale) / FAR):
@@ -404,7 +431,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         config = super().get_config()
         if self.rule == keras_rule(self.initial_scale, self.dynamic_growth_steps):
             return config
-        return {**config, "rule": description_of(self.rule)}
+        return {**config, "loss_scale": description_of(self.rule)}
 
     @classmethod
     def from_config(
@@ -412,8 +439,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> Any:
         """Returns the optimizer that `get_config` describes."""
         config = dict(config)
-        if isinstance(config.get("rule"), Mapping):
-            config["rule"] = object_from(config["rule"], LossScale, custom_objects)
+        if isinstance(config.get("loss_scale"), Mapping):
+            config["loss_scale"] = object_from(config["loss_scale"], LossScale, custom_objects)
         return super().from_config(config, custom_objects)
 
 
@@ -448,10 +475,10 @@ def _constants_of(optimizer: Any) -> Hashable:
     return rate, *((name, value) for name, value in each.items() if isinstance(value, CONSTANTS))
 
 
-def _chosen_rule(initial_scale: float, growth_steps: int, rule: Rule | None) -> LossScale:
-    if rule is None:
+def _chosen_rule(initial_scale: float, growth_steps: int, loss_scale: LossScaleLike) -> LossScale:
+    if is_default(loss_scale):
         return keras_rule(initial_scale, growth_steps)
-    first = float(start(as_rule("rule", rule)).scale)  # a configuration has it too
+    first = float(start(as_rule("loss_scale", loss_scale)).scale)  # a configuration has it too
     given = {"initial_scale"} if initial_scale not in (2.0**15, first) else set()
     given |= {"dynamic_growth_steps"} if growth_steps != 2000 else set()
-    return as_rule("rule", rule, given)
+    return as_rule("loss_scale", loss_scale, given)

@@ -16,8 +16,9 @@ from gainstage.rules.loss_scale import (
     DynamicLossScale,
     FixedLossScale,
     LossScale,
-    Rule,
+    LossScaleLike,
     as_rule,
+    is_default,
     keras_rule,
 )
 from gainstage.transforms.loss_scaled_state import states_in
@@ -36,23 +37,23 @@ def chosen_rule(
     initial_scale: float,
     growth_steps: int,
     dynamic: bool,
-    rule: Rule | None,
+    loss_scale: LossScaleLike,
     passed: Collection[str],
     lowest: float | None,
 ) -> LossScale:
     """Returns the rule of a wrapper with these arguments; raises an error if they do not fit.
 
     Args:
-        initial_scale, growth_steps, dynamic, rule: the arguments.
+        initial_scale, growth_steps, dynamic, loss_scale: the arguments.
         passed: the names of the arguments that the user has passed.
         lowest: the lowest dynamic scale; None for that of `keras_rule`.
     """
     dynamic = checks.flag("dynamic", dynamic)
     checks.loss_scale("initial_scale", initial_scale)
     checks.integer("dynamic_growth_steps", growth_steps, low=1)
-    if rule is not None:
+    if not is_default(loss_scale):
         others = {"initial_scale", "dynamic_growth_steps", "dynamic"}
-        return as_rule("rule", rule, others.intersection(passed))
+        return as_rule("loss_scale", loss_scale, others.intersection(passed))
     if dynamic:
         if lowest is None:
             return keras_rule(initial_scale, growth_steps)

@@ -34,7 +34,7 @@ from gainstage.optimizers._step.store import LossScaleStore
 from gainstage.optimizers.inner_checks import check_inner, check_one_scale, chosen_rule
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale
-from gainstage.rules.loss_scale import Rule, keras_rule, with_number
+from gainstage.rules.loss_scale import LossScaleLike, keras_rule, with_number
 from gainstage.transforms.loss_scaled_state import applied_in, observed_in
 from gainstage.transforms.marks import marked
 
@@ -67,7 +67,9 @@ class LossScaleOptimizer(Optimizer):
         dynamic_growth_steps: finite steps in a row before the scale is doubled, >= 1.
         name: the prefix of the names of the wrapper's own variables.
         dynamic: whether the scale adapts. False needs an `initial_scale`, which then is fixed.
-        rule: a `LossScale` instead of `initial_scale`, `dynamic_growth_steps` and `dynamic`.
+        loss_scale: instead of `initial_scale`, `dynamic_growth_steps` and `dynamic`, a number > 0
+            for a fixed scale, a `LossScale`, which is a rule, or None for none; "dynamic" leaves it
+            to them.
         telemetry: whether the state records each step for `gainstage.diagnostics.telemetry`, and
             the tensors that overflowed for `gainstage.diagnostics.report`. Adds eight scalars to
             the state, and four integers per variable.
@@ -80,8 +82,8 @@ class LossScaleOptimizer(Optimizer):
     Raises:
         TypeError: `inner_optimizer` is not an optimizer, is a `LossScaleOptimizer`, or its class
             overrides `apply` or another method that takes a step, which would not be called.
-        ValueError: another wrapper has the inner optimizer, an option is given to both, `rule` is
-            combined with another scale argument, or an argument is out of range.
+        ValueError: another wrapper has the inner optimizer, an option is given to both, another
+            argument for the scale is given beside `loss_scale`, or one is out of range.
 
     Examples:
         >>> import gainstage as gs
@@ -112,7 +114,7 @@ class LossScaleOptimizer(Optimizer):
         name: str | None = None,
         *,
         dynamic: bool = True,
-        rule: Rule | None = None,
+        loss_scale: LossScaleLike = "dynamic",
         telemetry: bool = False,
         underflow_every: int | None = None,
         **options: Unpack[WrapperOptions],
@@ -120,7 +122,8 @@ class LossScaleOptimizer(Optimizer):
         conventions, given = self._conventions, self._given
         check_inner(inner_optimizer, given, conventions.inner_argument)
         numbers = initial_scale, dynamic_growth_steps
-        self._rule = rule = chosen_rule(*numbers, dynamic, rule, given, conventions.lowest_scale)
+        chosen = *numbers, dynamic, loss_scale, given, conventions.lowest_scale
+        self._rule = rule = chosen_rule(*chosen)
         ignore_decay(options)
         jit_compile, mesh = options.pop("jit_compile", None), options.pop("mesh", None)
         jit_compile = inner_optimizer.jit_compile if jit_compile is None else jit_compile
@@ -457,7 +460,7 @@ class LossScaleOptimizer(Optimizer):
             scale, growth_steps = self.rule.initial_loss_scale, self.rule.increment_period
             if self.rule == keras_rule(scale, growth_steps):
                 return {**config, "initial_scale": scale, "dynamic_growth_steps": growth_steps}
-        return {**config, "rule": description_of(self.rule)}
+        return {**config, "loss_scale": description_of(self.rule)}
 
     @classmethod
     def from_config(
@@ -473,8 +476,8 @@ class LossScaleOptimizer(Optimizer):
         config["inner_optimizer"] = object_from(
             config["inner_optimizer"], Optimizer, custom_objects
         )
-        if isinstance(config.get("rule"), Mapping):
-            config["rule"] = object_from(config["rule"], LossScale, custom_objects)
+        if isinstance(config.get("loss_scale"), Mapping):
+            config["loss_scale"] = object_from(config["loss_scale"], LossScale, custom_objects)
         defaults = {name: p.default for name, p in cls.__signature__.parameters.items()}
         kept = {k: v for k, v in config.items() if k not in OPTIONS or v != defaults[k]}
         return cls(**kept)

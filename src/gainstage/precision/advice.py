@@ -75,9 +75,9 @@ EXACT_LINE = 'jax.config.update("jax_default_matmul_precision", "highest")'
 
 def code_of_loop(dtype: str, is_scaled: bool) -> tuple[str, ...]:
     """The two lines to write for a precision, in a loop of `gainstage.train_step`."""
-    rule = "" if is_scaled else ", rule=gs.FixedLossScale(1.0)"
+    scale = "" if is_scaled or dtype in ("float32", "bfloat16") else ", loss_scale=None"
     loss = "loss_fn" if dtype == "float32" else f"gs.autocast(loss_fn, {dtype_as_code(dtype)})"
-    return f"state = gs.TrainState.create(params, tx{rule})", f"step = gs.train_step({loss})"
+    return f"state = gs.TrainState.create(params, tx{scale})", f"step = gs.train_step({loss})"
 
 
 def dtype_as_code(dtype: str) -> str:
@@ -216,10 +216,10 @@ class Advice:
                 f"takes {self.plan.lines_to_keep()} back into float32, {self.plan.left:.0%} of "
                 f"what is in half precision is left."
             )
-        if any("FixedLossScale" in line for line in best.code):
+        if best.exponent is None:
             notes.append(
-                f"{best.name.split(',')[0].capitalize()} needs no loss scale, so the rule is fixed "
-                f"at 1, and steps that are not finite are still skipped."
+                f"{best.name.split(',')[0].capitalize()} needs no loss scale, and steps that are "
+                f"not finite are skipped all the same."
             )
         if best.exponent is not None and self.needs_scaling_from != 1:
             notes.append("The lines below scale already now, as gradients shrink in training.")

@@ -54,7 +54,7 @@ __all__ = ["autocast", "keep_float32"]
 # Other names of dtypes, which people know from elsewhere.
 _ALIASES = {
     "fp16": "float16", "f16": "float16", "half": "float16",
-    "bf16": "bfloat16", "fp8": "float8",
+    "bf16": "bfloat16", "fp8": "float8", "fp32": "float32",
 }  # fmt: skip
 
 
@@ -120,8 +120,8 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
             Models of Keras have `gainstage.interop.keras.autocast`.
         dtype: "float16" or "bfloat16", the dtype of products, also by short names such as "fp16",
             or as a dtype; or "float8", for linear layers that are large enough for an H100 to gain
-            by it, all else as by "float16". Also a `Plan` for `fun`, which `gainstage.mend` or
-            `gainstage.precision.tune` has measured.
+            by it, all else as by "float16"; or "float32", which leaves the function as it is. Also
+            a `Plan` for `fun`, which `gainstage.mend` or `gainstage.precision.tune` has measured.
         loss_scale: the loss scale at the first try of a step, > 0 and at most `2**126`, if
             a trainer differentiates `fun`; a power of two causes no rounding. None if a scale is
             elsewhere, or none is needed. A loss that sums over the data may need one below 1.
@@ -153,6 +153,11 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
     Source: `torch.autocast`; Micikevicius et al., 2018, arXiv:1710.03740.
     """
     if fun is None or isinstance(fun, (str, Plan, np.dtype)) or _is_scalar_type(fun):
+        if callable(dtype) and not _is_scalar_type(dtype):
+            raise TypeError(
+                f"Expected the function first, and then its dtype; got {fun!r} and {dtype!r}. "
+                f"Write autocast({getattr(dtype, '__name__', 'loss_fn')}, {fun!r})."
+            )
         return AutocastDecorator(dtype if fun is None else fun, loss_scale)
     if hasattr(fun, "stateless_call") and hasattr(fun, "fit"):
         raise TypeError(
@@ -171,6 +176,8 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
             f"Expected a function without autocast for fun, with a Plan; got {fun!r}, which "
             f"autocast returned. Pass the function that it was given: fun.__wrapped__."
         )
+    if is_no_cast(dtype):
+        return fun if loss_scale is None else self_scaled(fun, loss_scale)
     plan = plan_for(dtype)
     casting = Casting(plan, H100 if plan.dtype == FLOAT8 else None)
     cast: Any = replayed(fun, casting.begin, half=casting.dtype.name)
@@ -182,11 +189,12 @@ class AutocastDecorator:
     """The decorator that `autocast` returns without a function."""
 
     def __init__(self, dtype: Any, loss_scale: float | None):
-        self._plan, self._loss_scale = plan_for(dtype), loss_scale
+        self._dtype = WIDE if is_no_cast(dtype) else plan_for(dtype)
+        self._loss_scale = loss_scale
 
     def __call__(self, fun: Callable[P, R]) -> Callable[P, R]:
         """Returns `autocast(fun, dtype, loss_scale=loss_scale)`."""
-        return autocast(fun, self._plan, loss_scale=self._loss_scale)
+        return autocast(fun, self._dtype, loss_scale=self._loss_scale)
 
     def __enter__(self) -> Never:
         raise TypeError(
@@ -202,14 +210,26 @@ def _is_scalar_type(x: object) -> bool:
     return isinstance(x, type) and (issubclass(x, np.generic) or hasattr(x, "dtype"))
 
 
+def is_no_cast(dtype: Any) -> bool:
+    """Whether a function is to be computed as it is written: in "float32"."""
+    return _name_of(dtype) == WIDE
+
+
+def _name_of(dtype: Any) -> Any:
+    """The name of a dtype, also of a short one; anything else as it is."""
+    if isinstance(dtype, Plan):
+        return dtype
+    with contextlib.suppress(TypeError):
+        return _ALIASES.get(dtype, dtype) if isinstance(dtype, str) else jnp.dtype(dtype).name
+    return dtype
+
+
 def plan_for(dtype: Any) -> Plan:
     """A plan as it is, or the one without rows for the name of a dtype: "float16", "bfloat16" or
     "float8"."""
     if isinstance(dtype, Plan):
         return dtype
-    name = dtype
-    with contextlib.suppress(TypeError):
-        name = _ALIASES.get(dtype, dtype) if isinstance(dtype, str) else jnp.dtype(dtype).name
+    name = _name_of(dtype)
     if not isinstance(name, str) or name not in (*DTYPES, FLOAT8):
         hint = " Read a plan from its file: Plan.load(path)." if ".json" in str(dtype) else ""
         raise ValueError(

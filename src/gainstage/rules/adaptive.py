@@ -73,7 +73,7 @@ class AdaptiveLossScale(LossScale):
         >>> import gainstage as gs
         >>> w = gs.optimizers.Variable([4.0, 1.0])
         >>> rule, sgd = gs.AdaptiveLossScale(2.0**20), gs.optimizers.SGD(0.1)
-        >>> opt = gs.optimizers.LossScaleOptimizer(sgd, rule=rule)
+        >>> opt = gs.optimizers.LossScaleOptimizer(sgd, loss_scale=rule)
         >>> def loss():  # its gradients pass through float16
         ...     return (w.value().astype("float16").astype("float32") ** 2).sum()
         >>> for _ in range(3):

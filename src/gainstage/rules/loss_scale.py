@@ -7,7 +7,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,8 @@ class HasRule(Protocol):
     def rule(self) -> "FixedLossScale": ...
 
 
-Rule = LossScale | HasRule  # an argument from which `as_rule` makes a rule
+Rule = LossScale | HasRule
+LossScaleLike = Rule | float | Literal["dynamic"] | None  # from which `as_rule` makes a rule
 
 
 @explains_arguments
@@ -282,12 +283,16 @@ def advance(
 
 
 def as_rule(name: str, value: object, others: Collection[str] = ()) -> LossScale:
-    """Returns `value` as a rule: itself, or that of a live fixed scale of `gainstage.compat`.
+    """Returns the rule of a `loss_scale`: "dynamic", a number, which is fixed, a rule, None for no
+    loss scale, which is a fixed one of 1, or a live fixed scale of `gainstage.compat`.
 
     Raises:
-        TypeError: `value` is neither, or holds a state of its own, which would be left behind.
-        ValueError: the caller has passed `others`, arguments of the rule, too.
+        TypeError: `value` is none of them, or holds a state of its own, which would be left behind.
+        ValueError: it is a number that is no loss scale, or the caller has passed `others`,
+            arguments of the rule, too.
     """
+    if is_default(value):
+        return DynamicLossScale()
     if others:
         both = " or ".join(f"`{other}`" for other in sorted(others))
         raise ValueError(f"`{name}` cannot be combined with {both}; set it on the rule.")
@@ -297,12 +302,22 @@ def as_rule(name: str, value: object, others: Collection[str] = ()) -> LossScale
             f"Expected a rule for {name}; got {value!r}, whose state would not be shared. "
             f"Write {name}=scale.rule, which starts anew."
         )
-    if not isinstance(rule, LossScale):
+    if rule is None:
+        return FixedLossScale(1.0)
+    if isinstance(rule, LossScale):
+        return rule
+    if isinstance(rule, type | str) or not np.isscalar(rule):
         raise TypeError(
-            f"Expected a gainstage.LossScale for {name}: DynamicLossScale(), AdaptiveLossScale(), "
-            f"FixedLossScale(value) or one of your own; got {value!r}."
+            f'Expected "dynamic", a number, None, or a rule for {name}: '
+            f"gainstage.DynamicLossScale(), AdaptiveLossScale(), FixedLossScale(scale) or one of "
+            f"your own; got {value!r}."
         )
-    return rule
+    return FixedLossScale(checks.loss_scale(name, rule))
+
+
+def is_default(value: object) -> bool:
+    """Whether a `loss_scale` is the default of an argument, "dynamic"."""
+    return isinstance(value, str) and value == "dynamic"
 
 
 KERAS_FLOOR = 2.0**-24  # the lowest scale of rules that have none in Keras and TensorFlow
@@ -327,8 +342,8 @@ def with_number(rule: LossScale, name: str, value: Any) -> DynamicLossScale:
             first = name == "initial_scale"
             return keras_rule(value if first else scale, growth_steps if first else value)
     raise AttributeError(
-        f"Expected {name} to be set where there is no `rule` and no dynamic=False; got {value!r} "
-        f"for {rule!r}. Pass rule=... to the constructor."
+        f"Expected {name} to be set where there is no `loss_scale` and no dynamic=False; got "
+        f"{value!r} for {rule!r}. Pass loss_scale=... to the constructor."
     )
 
 

@@ -22,7 +22,7 @@ XRAY = "gs.xray(loss_fn, state, *batch) of such a step names the operation"
 PASS_LOSS = (
     "update(..., value=loss) in an optax loop, apply(..., loss=loss); minimize does it itself"
 )
-IF_DATA = "If it is the data, rule=gs.AdaptiveLossScale()"
+IF_DATA = "If it is the data, loss_scale=gs.AdaptiveLossScale()"
 HOLDS = f" {IF_DATA} that is given the loss ({PASS_LOSS}) would hold the scale."
 LOSS_MISSING = (
     "The rule, AdaptiveLossScale, is not given the loss, so it cannot tell bad data from an "
@@ -190,7 +190,7 @@ def _no_headroom(history: History) -> Facts:
 def _other_rule(history: History) -> str:
     """The advice to try another rule, unless the run uses it or its rule is unknown."""
     is_other = history.rule is not None and not history.is_adaptive
-    return ", or rule=gs.AdaptiveLossScale()" if is_other else ""
+    return ", or loss_scale=gs.AdaptiveLossScale()" if is_other else ""
 
 
 def _no_gradient(history: History) -> Facts:

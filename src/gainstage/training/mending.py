@@ -63,7 +63,7 @@ class Mended(NamedTuple):
             return (
                 f"{when}half precision made {_wrong(self.before)}, as the loss scale {own} loses "
                 f"small gradients. At {better} they are right, so nothing goes back to float32. "
-                f"Write rule=gainstage.DynamicLossScale({better.replace('^', '.0**')})."
+                f"Write loss_scale=gainstage.DynamicLossScale({better.replace('^', '.0**')})."
             )
         lines = list(dict.fromkeys(o.code for o in self.rows))
         more = f" and {len(lines) - 5} lines more" * (len(lines) > 5)

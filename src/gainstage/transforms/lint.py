@@ -201,10 +201,11 @@ def lint(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Fault]:
         >>> import jax, jax.numpy as jnp, optax
         >>> tx = gs.loss_scaled(optax.adam(0.1))
         >>> def step(w, opt_state, x):
-        ...     grads = jax.grad(lambda w: ((w * x) ** 2).sum())(w)  # not of a scaled loss
+        ...     half = gs.autocast(lambda w: jnp.mean((x @ w) ** 2))
+        ...     grads = jax.grad(half)(w)  # not of a scaled loss
         ...     return tx.update(grads, opt_state, w)
-        >>> w = jnp.ones(2)
-        >>> print([fault.kind for fault in gs.lint(step, w, tx.init(w), 1.0)])
+        >>> w, x = jnp.ones((64, 64)), jnp.ones((64, 64))
+        >>> print([fault.kind for fault in gs.lint(step, w, tx.init(w), x)])
         ['not scaled']
 
     Source: units of measure in programs, Kennedy, 1994.

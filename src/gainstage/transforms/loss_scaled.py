@@ -36,11 +36,11 @@ from gainstage._variables.types import (
 from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import axis_names, created_over, divided_gradients
 from gainstage.rules.loss_scale import (
-    DynamicLossScale,
     FixedLossScale,
     LossScale,
-    Rule,
+    LossScaleLike,
     as_rule,
+    is_default,
     start,
 )
 from gainstage.transforms.loss_scaled_state import (
@@ -75,7 +75,7 @@ KeyPath = tuple[Any, ...]  # the keys of a leaf in a pytree
 
 def loss_scaled(
     tx: Transformation,
-    rule: Rule | None = None,
+    loss_scale: LossScaleLike = "dynamic",
     telemetry: bool = False,
     underflow_every: int | None = None,
     shard_state_over: str | Sequence[str] | None = None,
@@ -96,7 +96,9 @@ def loss_scaled(
 
     Args:
         tx: the transformation that turns gradients into updates.
-        rule: a `LossScale`, by default `DynamicLossScale()`.
+        loss_scale: "dynamic" for `DynamicLossScale()`, a number > 0 for a fixed scale, a
+            `LossScale`, which is a rule, or None for none. A step that is not finite is skipped
+            with each of them. A loss without float16 and float8 is never scaled.
         telemetry: whether the state records each step for `gainstage.diagnostics.telemetry`, and
             the tensors that overflowed for `gainstage.diagnostics.report`. Adds eight scalars to
             the state, and four integers per parameter.
@@ -119,7 +121,8 @@ def loss_scaled(
         `shardings=` is a `NamedSharding` per gradient, for gradients traced on a mesh of Auto axes.
 
     Raises:
-        TypeError: `tx` is not a transformation, `rule` not a rule, or `telemetry` not a bool.
+        TypeError: `tx` is not a transformation, `loss_scale` not one of those, or `telemetry` not a
+            bool.
         ValueError: from `init`, if `tx` contains another `loss_scaled`, or `shard_state_over` names
             an axis that the mesh of the parameters does not have.
 
@@ -148,7 +151,7 @@ def loss_scaled(
     """
     transformation = ScaledTransformation(
         tx,
-        rule,
+        loss_scale,
         telemetry,
         underflow_every,
         over=axis_names(shard_state_over),
@@ -160,23 +163,23 @@ class ScaledTransformation:
     """A transformation with a loss scale around it: the `init` and `update` of `loss_scaled`.
 
     Args:
-        tx, rule, telemetry, underflow_every: as for `loss_scaled`.
+        tx, loss_scale, telemetry, underflow_every: as for `loss_scaled`.
         over: the mesh axes of `shard_state_over`.
     """
 
     def __init__(
         self,
         tx: Transformation,
-        rule: Rule | None,
+        loss_scale: LossScaleLike,
         telemetry: bool,
         underflow_every: int | None,
         *,
         over: tuple[str, ...] = (),
     ):
-        self.rule: LossScale = DynamicLossScale() if rule is None else as_rule("rule", rule)
+        self.rule: LossScale = as_rule("loss_scale", loss_scale)
         self.is_fixed: bool = isinstance(self.rule, FixedLossScale)
         self.over: tuple[str, ...] = over
-        self._is_chosen = rule is not None  # whether the user has chosen the rule
+        self._is_chosen = not is_default(loss_scale)  # whether the user has chosen the rule
         check_transformation("tx", tx)
         self._tx = with_extra_args(tx)
         telemetry, every = check_telemetry(telemetry, underflow_every)
@@ -191,7 +194,7 @@ class ScaledTransformation:
     def around(self, tx: Transformation) -> optax.GradientTransformationExtraArgs:
         """Another transformation with the same loss scale and telemetry around it."""
         _, _, telemetry, every, over = self.key
-        rule = self.rule if self._is_chosen else None
+        rule: LossScaleLike = self.rule if self._is_chosen else "dynamic"
         return ScaledTransformation(tx, rule, telemetry, every, over=over).as_optax()
 
     def as_optax(self) -> optax.GradientTransformationExtraArgs:

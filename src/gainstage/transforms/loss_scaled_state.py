@@ -78,7 +78,7 @@ def _remedy(tree: PyTree, found: Sequence[LossScaledState]) -> str:
         return "It has no state of optax: are the arguments in another order?"
     return (
         "Wrap the transformation: tx = gainstage.loss_scaled(tx); for steps without loss "
-        "scaling, loss_scaled(tx, FixedLossScale(1.0))."
+        "scaling, loss_scaled(tx, loss_scale=None)."
     )
 
 

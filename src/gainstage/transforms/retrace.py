@@ -116,9 +116,9 @@ def replayed(
         replay.done()
         return [value.x for value in values]
 
-    again: Any = traced(fun, run, half=half)
-    again.half = half
-    return again  # type: ignore[no-any-return]
+    again = traced(fun, run, half=half)
+    vars(again)["half"] = half
+    return again
 
 
 def half_of(fun: Any) -> str:

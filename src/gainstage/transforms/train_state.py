@@ -26,7 +26,7 @@ from gainstage._variables.types import (
     Transformation,
     Using,
 )
-from gainstage.rules.loss_scale import Rule
+from gainstage.rules.loss_scale import LossScaleLike, as_rule, is_default
 from gainstage.transforms.kept_moments import with_kept_moments
 from gainstage.transforms.loss_scaled import (
     loss_scaled,
@@ -61,8 +61,9 @@ class TrainState(Generic[Params]):
     """Parameters, the state of their optimizer with the loss scale, and all that a skipped step
     keeps.
 
-    A step whose gradients overflow changes nothing but the loss scale: the parameters, the state of
-    the optimizer, `extra` and `step` stay bit for bit. A state is a pytree, which works inside of
+    A step whose gradients are not finite changes nothing but the loss scale: the parameters, the
+    state of the optimizer, `extra` and `step` stay bit for bit. A loss without float16 and float8
+    is not scaled, and its steps leave the scale alone. A state is a pytree, which works inside of
     `jax.jit`, `jax.lax.scan`, `jax.vmap` and `jax.shard_map`, and is saved as any other. Its
     transformation is static: no leaf, and left out by `pickle`.
 
@@ -87,8 +88,8 @@ class TrainState(Generic[Params]):
         >>> state = gs.TrainState.create(jnp.ones(2), optax.sgd(0.25), extra=jnp.float32(0.0))
         >>> for x in (jnp.ones(2), jnp.array([1.0, jnp.nan])):
         ...     state, loss = step(state, x)
-        >>> print(state.params, state.extra, state.step, state.loss_scale)
-        [0.5 0.5] 0.1 1 16384.0
+        >>> print(state.params, state.extra, state.step, state.loss_scale)  # float32 needs none
+        [0.5 0.5] 0.1 1 1.0
 
     Source: `flax.training.train_state.TrainState`.
     """
@@ -103,14 +104,14 @@ class TrainState(Generic[Params]):
     @staticmethod
     @checks.explains(
         "Write gainstage.TrainState.create(params, tx), and by name extra=, telemetry=True, or "
-        "rule=gainstage.DynamicLossScale(2.0**15) for another first loss scale."
+        "loss_scale=gainstage.DynamicLossScale(2.0**15) for another first loss scale."
     )
     def create(
         params: Model,
         tx: Transformation,
         *,
         extra: PyTree = None,
-        rule: Rule | None = None,
+        loss_scale: LossScaleLike = "dynamic",
         telemetry: bool = False,
         underflow_every: int | None = None,
         shard_state_over: str | Sequence[str] | None = None,
@@ -123,12 +124,13 @@ class TrainState(Generic[Params]):
                 it, is taken as it is. States with the same `tx` are mapped together, and stepped by
                 one program.
             extra: what else a loss changes, a pytree of arrays; None if there is nothing.
-            rule, telemetry, underflow_every, shard_state_over: as for `loss_scaled`.
+            loss_scale, telemetry, underflow_every, shard_state_over: as for `loss_scaled`.
 
         Raises:
             TypeError: `tx` is not a transformation, or one of the gradients of each example; or a
                 leaf of `params` or `extra` is no array.
-            ValueError: `tx` has a loss scale, and `rule` or another argument of it is given too.
+            ValueError: `tx` has a loss scale, and `loss_scale` or another of its arguments is
+                given too.
         """
         if hasattr(params, "init") and hasattr(params, "update") and not hasattr(tx, "init"):
             raise TypeError(
@@ -147,7 +149,7 @@ class TrainState(Generic[Params]):
         )
         extra = jax.tree.map(jnp.asarray, extra)
         options = {
-            "rule": rule,
+            "loss_scale": None if is_default(loss_scale) else as_rule("loss_scale", loss_scale),
             "telemetry": telemetry or None,
             "underflow_every": underflow_every,
             "shard_state_over": shard_state_over,
@@ -162,7 +164,7 @@ class TrainState(Generic[Params]):
         else:
             scaled = loss_scaled(
                 tx,
-                rule,
+                loss_scale,
                 telemetry=telemetry,
                 underflow_every=underflow_every,
                 shard_state_over=shard_state_over,

@@ -1,0 +1,285 @@
+"""The dtype is the only switch: each way to train, in three dtypes, with one word changed."""
+
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gainstage as gs
+
+X = jax.random.normal(jax.random.key(0), (64, 32))
+Y = X[:, :16] - X[:, 16:]
+BAD = X.at[3, 5].set(jnp.nan)
+BATCHES = [X, X, BAD, X]
+DTYPES = ["float16", "bfloat16", "float32"]
+
+
+class Run(NamedTuple):
+    """What a way to train has: a step of a batch, and what a skipped step keeps, as numbers."""
+
+    step: Any
+    kept: Any
+    scale: Any = None  # the loss scale that was used last; None where there is none to read
+
+
+def squares(w, x):
+    return jnp.mean((jnp.tanh(x @ w) - Y) ** 2)
+
+
+def of_state(state, loss_fn, own=False):
+    """Steps of a train state, by `train_step` or by its two halves."""
+
+    @jax.jit
+    def halves(state, x):
+        loss, extra, grads = state.value_and_grad(loss_fn)(x)
+        return state.apply_gradients(grads, extra), loss
+
+    take, now = halves if own else gs.train_step(loss_fn), state
+
+    def step(x):
+        nonlocal now
+        now, loss = take(now, x)
+        return loss
+
+    def kept():
+        opt_state = now.opt_state
+        return now.params, getattr(opt_state, "inner", opt_state), now.extra, now.step
+
+    return Run(step, kept, lambda: now.loss_scale)
+
+
+def arrays(dtype, own=False):
+    state = gs.TrainState.create(jnp.zeros((32, 16)), optax.adam(0.01))
+    return of_state(state, gs.autocast(squares, dtype), own)
+
+
+def own_step(dtype):
+    return arrays(dtype, own=True)
+
+
+def nnx_model(dtype):
+    nnx = pytest.importorskip("flax.nnx")
+    rngs = nnx.Rngs(0)
+    layers = (
+        nnx.Linear(32, 64, rngs=rngs),
+        nnx.BatchNorm(64, rngs=rngs),
+        nnx.Dropout(0.1, rngs=rngs),
+    )
+    model = nnx.Sequential(*layers, nnx.Linear(64, 16, rngs=rngs))
+    loss_fn = gs.autocast(lambda model, x: jnp.mean((model(x) - Y) ** 2), dtype)
+    return of_state(gs.TrainState.create(model, optax.adam(0.01)), loss_fn)
+
+
+def equinox_model(dtype):
+    eqx = pytest.importorskip("equinox")
+
+    class Net(eqx.Module):
+        first: eqx.nn.Linear
+        norm: eqx.nn.BatchNorm
+        last: eqx.nn.Linear
+
+        def __init__(self, key):
+            first, last = jax.random.split(key)
+            self.first = eqx.nn.Linear(32, 64, key=first)
+            self.norm = eqx.nn.BatchNorm(64, "batch", mode="batch")
+            self.last = eqx.nn.Linear(64, 16, key=last)
+
+        def __call__(self, x, state):
+            x, state = self.norm(self.first(x), state)
+            return self.last(x), state
+
+    model, statistics = eqx.nn.make_with_state(Net)(jax.random.key(0))
+
+    def loss_fn(model, statistics, x):
+        each = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        found, statistics = each(x, statistics)
+        return jnp.mean((found - Y) ** 2), statistics
+
+    state = gs.TrainState.create(model, optax.adam(0.01), extra=statistics)
+    return of_state(state, gs.autocast(loss_fn, dtype))
+
+
+def of_loop(tx, differentiate):
+    """An optax loop, of a function that differentiates by the state of the optimizer."""
+    w = jnp.zeros((32, 16))
+    now = w, tx.init(w)
+
+    @jax.jit
+    def take(w, opt_state, x):
+        loss, grads = differentiate(opt_state)(w, x)
+        updates, opt_state = tx.update(grads, opt_state, w)
+        return (gs.transforms.apply_updates(w, updates, opt_state), opt_state), loss
+
+    def step(x):
+        nonlocal now
+        now, loss = take(*now, x)
+        return loss
+
+    return Run(step, lambda: (now[0], now[1].inner))
+
+
+def optax_loop(dtype):
+    loss_fn = gs.autocast(squares, dtype)
+    return of_loop(gs.loss_scaled(optax.adam(0.01)), lambda s: gs.value_and_grad(loss_fn, s))
+
+
+def trainer(dtype):
+    """A trainer that differentiates by itself, with both lines of the page."""
+    loss_fn = gs.autocast(squares, dtype, loss_scale=2.0**15)
+    return of_loop(gs.loss_scaled(optax.adam(0.01), None), lambda _: jax.value_and_grad(loss_fn))
+
+
+def keras_fit(dtype):
+    keras = pytest.importorskip("keras")
+    from gainstage.interop.keras import LogLossScale, compile
+
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    net = keras.Sequential(
+        [layers.Dense(64), layers.BatchNormalization(), layers.Dropout(0.1), layers.Dense(16)]
+    )
+    net = compile(net, keras.optimizers.Adam(0.01), "mse", dtype=dtype)
+    net.build(X.shape)
+    net.optimizer.build(net.trainable_variables)
+
+    def step(x):
+        history = net.fit(np.asarray(x), np.asarray(Y), 64, verbose=0, callbacks=[LogLossScale()])
+        return history.history["loss"][0]
+
+    def kept():
+        return [v.value for v in (*net.variables, *net.optimizer.inner_optimizer.variables)]
+
+    return Run(step, kept, lambda: net.optimizer.loss_scale)
+
+
+def minimize(dtype):
+    w, mean = gs.optimizers.Variable(jnp.zeros((32, 16))), gs.optimizers.Variable(0.0)
+    opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.Adam(0.01))
+    loss_fn = gs.autocast(squares, dtype)
+
+    def loss(x):
+        mean.assign(0.9 * mean.value() + 0.1 * x.mean())
+        return loss_fn(w.value(), x)
+
+    opt.build([w])
+    inner = opt.inner_optimizer.variables
+    return Run(lambda x: opt.minimize(lambda: loss(x), [w]), lambda: [
+        v.value() for v in (w, mean, *inner)
+    ])  # fmt: skip
+
+
+WAYS = [
+    arrays, nnx_model, equinox_model, own_step, optax_loop, trainer, keras_fit, minimize,
+]  # fmt: skip
+
+
+def bits(tree):
+    """All numbers of a pytree, bit for bit."""
+    leaves = [jax.random.key_data(x) if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+              else x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]  # fmt: skip
+    return [(x.shape, np.asarray(x).tobytes()) for x in leaves]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
+def test_a_batch_with_a_nan_changes_nothing_in_any_dtype(way, dtype):
+    """Weights, state and statistics stay as they were, the other batches train, and nothing is
+    said: a warning is an error here. Only float16 lowers a loss scale, others have that of 1."""
+    run, losses = way(dtype), []
+    for x in BATCHES:
+        before = bits(run.kept())
+        losses.append(float(run.step(x)))
+        assert (bits(run.kept()) == before) == (x is BAD)
+    assert np.isfinite(losses).tolist() == [True, True, False, True]
+    assert losses[3] < losses[0]
+    if run.scale is not None:
+        assert float(run.scale()) == (2.0**14 if dtype == "float16" else 1.0)
+
+
+def test_one_state_goes_through_all_dtypes():
+    """After bfloat16 the loss scale of float16 is the first one, and it goes on where it was."""
+    state, seen = gs.TrainState.create(jnp.zeros((32, 16)), optax.adam(0.01)), []
+    steps = {dtype: gs.train_step(gs.autocast(squares, dtype)) for dtype in DTYPES}
+    runs = ["bfloat16", "float16", "float16", "float32", "float16"]
+    for dtype, x in zip(runs, [BAD, X, BAD, BAD, X], strict=True):
+        state, _ = steps[dtype](state, x)
+        seen.append(float(state.loss_scale))
+    assert seen == [1.0, 2.0**15, 2.0**14, 1.0, 2.0**14]
+    assert int(state.step) == 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_nothing_is_multiplied_without_float16(dtype):
+    """The program of a step in bfloat16 reads the loss scale nowhere: it returns it as it got
+    it."""
+    state = gs.TrainState.create(jnp.zeros((32, 16)), optax.sgd(0.01))
+    step = gs.train_step(gs.autocast(squares, dtype), donate=False)
+    huge = state.replace(loss_scale=2.0**126)
+    for x in (X, BAD):
+        taken, (other, _) = step(state, x)[0], step(huge, x)
+        assert bits(taken.params) == bits(other.params)
+        assert float(other.opt_state.rule_state.scale) == 2.0**126
+
+
+def small_in_backward(dtype):
+    """A loss in float32 whose own backward pass alone computes in another dtype."""
+
+    @jax.custom_vjp
+    def part(x):
+        return x
+
+    part.defvjp(lambda x: (x, None), lambda _, g: (g.astype(dtype).astype(jnp.float32),))
+    return lambda w, x: squares(part(w), x)
+
+
+def in_a_loop(dtype):
+    """A loss with one operation in a dtype, inside of a scan."""
+
+    def loss_fn(w, x):
+        def body(w, _):
+            return (w.astype(dtype) * 1).astype(jnp.float32), None
+
+        return squares(jax.lax.scan(body, w, None, 2)[0], x)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("make", [small_in_backward, in_a_loop])
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(jnp.float16, 2.0**15), (jnp.float8_e5m2, 2.0**15), (jnp.bfloat16, 1.0), (jnp.float32, 1.0)],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_one_operation_in_float16_or_float8_is_enough(make, dtype, scale):
+    """Inside of a loop, or in a backward pass that is written by hand, it is found too."""
+    state = gs.TrainState.create(jnp.full((32, 16), 0.1), optax.sgd(0.01))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state, _ = gs.train_step(make(dtype))(state, X)
+    assert float(state.loss_scale) == scale
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 2.0**10, gs.AdaptiveLossScale(2.0**10), None])
+def test_each_loss_scale_skips_the_same_steps(loss_scale):
+    """The scale is that of the argument in float16, and 1 in bfloat16, where it is not used."""
+    first = {"dynamic": 2.0**15, None: 1.0}.get(loss_scale, 2.0**10)
+    for dtype in ("float16", "bfloat16"):
+        state = gs.TrainState.create(jnp.zeros((32, 16)), optax.sgd(0.01), loss_scale=loss_scale)
+        assert float(state.loss_scale) == first
+        step = gs.train_step(gs.autocast(squares, dtype))
+        for x in BATCHES:
+            state, _ = step(state, x)
+        assert int(state.step) == 3
+        if dtype == "bfloat16":
+            assert float(state.loss_scale) == 1.0
+
+
+@pytest.mark.parametrize("wrong", ["fixed", True, [1.0], gs.DynamicLossScale, jnp.ones(2)])
+def test_another_loss_scale_is_refused_with_what_there_is(wrong):
+    """The error lists what `loss_scale` may be."""
+    with pytest.raises(TypeError, match=r"for loss_scale"):
+        gs.TrainState.create(jnp.zeros(2), optax.sgd(0.1), loss_scale=wrong)
