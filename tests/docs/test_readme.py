@@ -200,7 +200,7 @@ def figures():
 
 # Numbers that are no measurement: what something is, and versions.
 FACTS = [
-    "It needs Python 3.11 and jax 0.10.2 or newer",
+    "It needs Python 3.11 or newer and jax 0.10.2 or newer",
     "with 4,096 tokens",  # of the benchmark
     "8 blocks of width 1024, 16 x 1024 tokens",
     "is for layers of 2,048 and wider",

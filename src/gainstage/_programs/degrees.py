@@ -22,7 +22,7 @@ from gainstage._programs.places import is_of_a_library, line_of
 PREFIX = "gainstage:"  # of the names of marks
 THROWN_AWAY = "lost"  # the mark of a result that may be a loss scale before an update
 OWN = "own"  # the unit of a loss that scales itself, by no state
-UNSCALED = "unscaled"  # that of a loss that needs no scale, and its mark
+NO_SCALE = "unscaled"  # that of a loss that needs no scale, and its mark
 
 Unit: TypeAlias = Any  # a loss scale: where it comes from
 Powers: TypeAlias = tuple[tuple[Unit, int], ...]
@@ -549,8 +549,8 @@ class _Reading:
             x = Seen(state.value.degree if state else None, is_new=True)
         elif name == OWN:
             x = Seen(x.degree, x.through | {OWN}, derived=x.derived)
-        elif name == UNSCALED:
-            x = Seen(x.degree, x.through | {UNSCALED})
+        elif name == NO_SCALE:
+            x = Seen(x.degree, x.through | {NO_SCALE})
         elif name == "summed":
             x = x._replace(summed=Summed(eqn, ",".join(options)))
         self.marks.append(Mark(name, tuple(options), x, eqn, line_of(eqn) or self._line))

@@ -9,7 +9,7 @@ from typing import Any
 
 from gainstage._base import checks
 from gainstage._variables.types import PyTree
-from gainstage.interop.keras_autocast import Autocast, Unscaled, needs_scale, under
+from gainstage.interop.keras_autocast import Autocast, Unscaled, scales_losses, under
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_measured import as_arrays, refuse_own_step
 from gainstage.precision.autocast import plan_of
@@ -121,7 +121,7 @@ class Audit(keras.callbacks.Callback):
     def _audited(self, model: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         """The function of Keras that takes a step, with an audit before it."""
         run, scale = self._run, None
-        if needs_scale(model._plan, model):
+        if scales_losses(model._plan, model):
             scale = getattr(model.optimizer, "dynamic_scale", None)
         assert run is not None
         place = next((i for i, v in enumerate(model.optimizer.variables) if v is scale), None)

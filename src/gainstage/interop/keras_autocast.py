@@ -188,7 +188,7 @@ class Autocast:
         values = kwargs.get("optimizer_variables")
         if not (optimizer and values and kwargs.get("training")):
             return trainer.compute_loss_and_updates(*args, **kwargs)
-        if not needs_scale(self._plan, self):
+        if not scales_losses(self._plan, self):
             return trainer.compute_loss_and_updates(*args, **kwargs)
         with keras.StatelessScope(list(zip(optimizer.variables, values, strict=True))):
             scale = optimizer.scale_loss(jnp.float32(1))
@@ -216,7 +216,7 @@ class Autocast:
         if not has_scale and optimizer.loss_scale_factor is None:
             self.optimizer = optimizer = LossScaleOptimizer(optimizer)
         if isinstance(optimizer, LossScaleOptimizer):
-            optimizer._is_needed = needs_scale(self._plan, self)
+            optimizer._is_needed = scales_losses(self._plan, self)
 
     def compile_from_config(self: Any, config: dict[str, Any]) -> None:
         """Compiles the model as a saved one was."""
@@ -258,7 +258,7 @@ class Unscaled:
         return
 
 
-def needs_scale(plan: Plan | None, model: Any) -> bool:
+def scales_losses(plan: Plan | None, model: Any) -> bool:
     """Whether the gradients of a model in this precision need loss scaling: not in bfloat16."""
     if plan is None:
         names = {layer.dtype_policy.name for layer in model._flatten_layers()}

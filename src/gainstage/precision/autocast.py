@@ -212,10 +212,10 @@ def _is_scalar_type(x: object) -> bool:
 
 def is_no_cast(dtype: Any) -> bool:
     """Whether a function is to be computed as it is written: in "float32"."""
-    return _name_of(dtype) == WIDE
+    return _dtype_name(dtype) == WIDE
 
 
-def _name_of(dtype: Any) -> Any:
+def _dtype_name(dtype: Any) -> Any:
     """The name of a dtype, also of a short one; anything else as it is."""
     if isinstance(dtype, Plan):
         return dtype
@@ -229,7 +229,7 @@ def plan_for(dtype: Any) -> Plan:
     "float8"."""
     if isinstance(dtype, Plan):
         return dtype
-    name = _name_of(dtype)
+    name = _dtype_name(dtype)
     if not isinstance(name, str) or name not in (*DTYPES, FLOAT8):
         hint = " Read a plan from its file: Plan.load(path)." if ".json" in str(dtype) else ""
         raise ValueError(

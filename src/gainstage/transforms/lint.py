@@ -11,10 +11,10 @@ from gainstage._base.arrays import ARRAYS
 from gainstage._programs import degrees, jaxprs
 from gainstage._programs.degrees import (
     FREE,
+    NO_SCALE,
     ONE,
     OWN,
     THROWN_AWAY,
-    UNSCALED,
     Mark,
     Seen,
     degree_of_product,
@@ -354,7 +354,7 @@ def _is_written(x: Seen) -> bool:
 def _of_gradient(x: Seen, state: Mark, by: Mark | None) -> Iterator[Fault]:
     """What is wrong with one gradient of an update."""
     unit, moves = _unit(state.value), "fixed" not in state.options
-    scales = x.through - {OWN, UNSCALED}
+    scales = x.through - {OWN, NO_SCALE}
     if moves and not scales and OWN in x.through and "ruled" in state.options:
         yield _fault("no use", state)
     if moves and scales and OWN not in x.through and unit is not None and unit not in scales:

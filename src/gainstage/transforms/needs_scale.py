@@ -1,6 +1,6 @@
 """The one switch of loss scaling: the dtype of what a loss computes.
 
-The gradients of float16 and float8 are lost below 2**-24, so a loss that computes in them is
+Small gradients are lost in float16 and float8, so a loss that computes in them is
 multiplied by a scale. bfloat16 has the range of float32, so a loss without float16 and float8 is
 differentiated as it is.
 """

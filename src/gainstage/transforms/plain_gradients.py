@@ -9,7 +9,7 @@ import numpy as np
 from gainstage._base._jax import Literal, Tracer, computed_by, trace_of
 from gainstage._programs import jaxprs
 from gainstage._programs.backward_at import is_small_float
-from gainstage._programs.degrees import PREFIX, UNSCALED
+from gainstage._programs.degrees import NO_SCALE, PREFIX
 from gainstage._programs.in_dtype import has_small_floats
 from gainstage._programs.scopes import SELF_SCALED
 from gainstage._variables.types import PyTree
@@ -40,7 +40,7 @@ def origin_of(grads: PyTree, scale: Any, params: PyTree) -> Origin:
     within = [part for equation in equations for part in jaxprs.inner(equation)]
     each = [*equations, *(equation for part in within for equation in jaxprs.equations(part))]
     marks = {str(e.params["name"]) for e in each if e.primitive.name == "name"}
-    if PREFIX + UNSCALED in marks and PREFIX + "scale" not in marks:
+    if PREFIX + NO_SCALE in marks and PREFIX + "scale" not in marks:
         return Origin.UNSCALED
     leaves = [g for g in leaves if np.ndim(g)]
     if not leaves:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from gainstage._base import checks
 from gainstage._base.checks import brief
-from gainstage._programs.degrees import UNSCALED
+from gainstage._programs.degrees import NO_SCALE
 from gainstage._programs.true_cotangents import called_at, loss_times
 from gainstage._scaling import gradients
 from gainstage._variables.sharding import summed_over
@@ -137,7 +137,7 @@ class Backward(NamedTuple):
         devices."""
         grads = gradients.unscale(self.grads, scale)
         if scale is None:
-            grads = marked(grads, UNSCALED)
+            grads = marked(grads, NO_SCALE)
         is_manual = jax.sharding.get_abstract_mesh().manual_axes
         over = summed_over(self.loss, grads) if is_manual else ""
         return marked(grads, "summed", over) if over else grads
