@@ -467,7 +467,7 @@ MISTAKES = {
     ),
     "extra that was no part": (
         lambda: STEP(PLAIN.replace(extra=None), X, X),
-        r"of \(params, \*batch\), here of 3 arguments; .*create\(params, tx, extra=extra\)",
+        r"of \(params, \*batch\), which is called with 3 .*create\(params, tx, extra=extra\)",
     ),
     "an argument too few": (
         lambda: gs.train_step(lambda w, mean, x: (x @ w).mean(), donate=False)(PLAIN, X),

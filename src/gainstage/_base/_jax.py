@@ -67,6 +67,7 @@ __all__ = [
     "holds_arrays",
     "is_batched",
     "is_differentiated",
+    "is_written_zero",
     "jaxpr_as_fun",
     "multihost_utils",
     "new_jaxpr_eqn",
@@ -127,6 +128,16 @@ def computed_by(values: Iterable[Any], known: Iterable[Any]) -> tuple[list[Any],
             equations[id(equation)] = equation
             todo.extend(equation.in_tracers)
     return list(equations.values()), inputs
+
+
+def is_written_zero(x: Any) -> bool:
+    """Whether a value of the program that is traced now is a constant of zeros, as JAX writes the
+    gradient of what a function does not use."""
+    equation = getattr(x, "parent", None)
+    if equation is None or equation.primitive.name != "broadcast_in_dim":
+        return False
+    number: Any = getattr(equation.in_tracers[0], "val", None)
+    return isinstance(number, Literal) and not np.any(np.asarray(number.val))
 
 
 def is_differentiated(tracer: Any) -> bool:

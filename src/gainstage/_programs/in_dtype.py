@@ -43,15 +43,16 @@ def has_small_floats(program: AnyJaxpr) -> bool:
 
 def dtypes_and_names(program: AnyJaxpr) -> tuple[set[Any], set[str]]:
     """The dtypes of all that is in a program, and the names of its primitives."""
-    todo, dtypes, names = [open_jaxpr(program)], set[Any](), set[str]()
+    todo, dtypes, names = [program], set[Any](), set[str]()
     while todo:
-        each = todo.pop()
+        each: Any = todo.pop()
+        each = getattr(each, "jaxpr", each)  # as `open_jaxpr`
         values: list[Any] = [*each.invars, *each.constvars]
         for eqn in each.eqns:
             names.add(eqn.primitive.name)
             values += eqn.invars
             values += eqn.outvars
-            todo += map(open_jaxpr, inner(eqn)) if eqn.params else ()
+            todo += inner(eqn) if eqn.params else ()
         dtypes |= {getattr(v.aval, "dtype", None) for v in values}
     return dtypes, names
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from gainstage._base import checks
 from gainstage._base.arrays import partition
 from gainstage._base.progress_bar import counted
 from gainstage._programs.in_dtype import is_half
@@ -252,6 +253,10 @@ class Advice:
         )
 
 
+@checks.explains(
+    "Write gainstage.advise(loss_fn, params, batches); for a model of Keras, "
+    "gainstage.interop.keras.advise(model, batches)."
+)
 def advise(
     fun: Callable[..., Any],
     params: PyTree,

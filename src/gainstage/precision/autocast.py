@@ -171,10 +171,10 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
             f"Expected a function without a loss_scale for fun; got {fun!r}, which autocast cannot "
             f"look into. Write autocast(loss_fn, dtype, loss_scale=scale) once."
         )
-    if isinstance(dtype, Plan) and plan_of(fun) is not None:
+    if isinstance(own := getattr(fun, "plan", None), Plan) and own.dtype != _dtype_name(dtype):
         raise ValueError(
-            f"Expected a function without autocast for fun, with a Plan; got {fun!r}, which "
-            f"autocast returned. Pass the function that it was given: fun.__wrapped__."
+            f"Expected a function without autocast for fun; got {fun!r}, which autocast returned. "
+            f"Call it once, with one dtype or Plan; what it was given is fun.__wrapped__."
         )
     if is_no_cast(dtype):
         return fun if loss_scale is None else self_scaled(fun, loss_scale)
@@ -218,7 +218,7 @@ def is_no_cast(dtype: Any) -> bool:
 def _dtype_name(dtype: Any) -> Any:
     """The name of a dtype, also of a short one; anything else as it is."""
     if isinstance(dtype, Plan):
-        return dtype
+        return None
     with contextlib.suppress(TypeError):
         return _ALIASES.get(dtype, dtype) if isinstance(dtype, str) else jnp.dtype(dtype).name
     return dtype
@@ -264,7 +264,18 @@ def plan_of(fun: Callable[..., Any]) -> Plan | None:
     return None
 
 
-class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a statement
+class _RefusesWith(type):
+    """The class of a context that is to be called: `with keep_float32:` says so."""
+
+    def __enter__(cls) -> Never:
+        raise TypeError("keep_float32 is called: write `with gainstage.keep_float32():`.")
+
+    def __exit__(cls, *_: object) -> None: ...
+
+
+class keep_float32(  # noqa: N801 - reads as a statement
+    contextlib.ContextDecorator, metaclass=_RefusesWith
+):
     """Operations inside stay in float32 under `autocast`: a context manager and a decorator.
 
     They are computed as they would be without `autocast`. By default JAX rounds the operands of

@@ -234,8 +234,16 @@ def read_program(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Reading
             results = jax.tree.leaves(step(*args, **kwargs))
             return [x for x in results if isinstance(x, jax.Array)]
 
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # which it tells itself
-        program = jax.make_jaxpr(run)(*values)
+    try:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # which it tells
+            program = jax.make_jaxpr(run)(*values)
+    except (TypeError, AttributeError) as error:
+        if any(hasattr(x, "apply_gradients") for x in args):
+            error.add_note(
+                "gainstage.lint takes a step, which gets a state and returns a new one, and not a "
+                "loss: gainstage.lint(step, state, *batch)."
+            )
+        raise
     marks = degrees.marks_of(program)
     found = faults_in(marks)
     if not has_small_floats(program):  # it needs no scale

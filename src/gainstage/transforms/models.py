@@ -147,6 +147,15 @@ def _refuse_models_in(params: PyTree) -> None:
     )
 
 
+def has_statistics(tree: PyTree) -> bool:
+    """Whether there is a `State` of Equinox in a pytree."""
+    equinox = _equinox()
+    if equinox is None:
+        return False
+    is_state = lambda x: isinstance(x, equinox.nn.State)  # noqa: E731
+    return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+
+
 def advice_for(params: PyTree) -> str:
     """What to pass instead of parameters with leaves that are no arrays."""
     equinox = _equinox()

@@ -69,7 +69,11 @@ def _what_to_pass(value: object) -> str:
             "optimizer, loss)."
         )
     if hasattr(value, "stateless_apply"):
-        return " Use gainstage.optimizers.LossScaleOptimizer(optimizer), or an optimizer of optax."
+        return (
+            " Write optax.adam(1e-3), or another transformation of optax. An optimizer of "
+            "gainstage.optimizers has no train state: gainstage.optimizers.LossScaleOptimizer("
+            "optimizer).minimize(loss, variables)."
+        )
     if isinstance(value, tuple) and jax.tree.leaves(value):
         return " A state of optax is made by TrainState.create: pass tx itself."
     return ""

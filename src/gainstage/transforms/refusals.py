@@ -171,6 +171,14 @@ def explain_step(error: Exception, state: PyTree, batch: PyTree) -> None:
                 f"Expected floating parameters; got {dtype} for `{name}`. Pass what is not "
                 f"trained in the batch, or make it floating: jnp.asarray(x, jnp.float32)."
             ) from error
+    if isinstance(error, jax.errors.ConcretizationTypeError):
+        for name, leaf in leaves.items():
+            if isinstance(leaf, bool | int):
+                error.add_note(
+                    f"`{name}` is {leaf}, which is an array in the compiled step. Bind it to the "
+                    f"loss, if it chooses between two programs: functools.partial(loss_fn, "
+                    f"name={leaf})."
+                )
     if not isinstance(error, TypeError):
         return
     for path, leaf in outside_models(batch):

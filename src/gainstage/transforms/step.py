@@ -317,6 +317,12 @@ def _no_extra(extra: object) -> InvalidArgumentError:
 
 def _check_extra(extra: PyTree, before: PyTree) -> None:
     """Raises an error for another structure, or numbers that the old extra cannot hold."""
+    if before is None and extra is not None:
+        raise TypeError(
+            f"Expected the extra that value_and_grad of this state has returned, which is None for "
+            f"a state without one; got {brief(extra)}. Write state.apply_gradients(grads, extra), "
+            f"and loss= for the loss."
+        )
     check_like("extra", extra, "extra", before)
     pairs = [jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (extra, before)]
     names = [{jax.tree_util.keystr(path): x for path, x in each} for each in pairs]

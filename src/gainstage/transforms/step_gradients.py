@@ -135,12 +135,22 @@ def _check_arguments(loss: LossFunction, args: Sequence[Any], kwargs: Mapping[st
             )
         elif loss.has_extra:
             advice = "Take the extra of the state as the second argument."
+        elif len(args) > 1 and _is_like(args[0], args[1]):
+            advice = "Leave the parameters out, as the state has them: pass the batch alone."
         else:
             advice = (
                 "A loss that takes an extra needs a state that has one: "
                 "gainstage.TrainState.create(params, tx, extra=extra)."
             )
         raise TypeError(
-            f"Expected a loss_fn of ({names}), here of {len(args)} arguments; got one to which "
-            f"this applies: {error}. {advice}"
+            f"Expected a loss_fn of ({names}), which is called with {len(args)} arguments here; "
+            f"got one that cannot be: {error}. {advice}"
         ) from error
+
+
+def _is_like(params: PyTree, other: PyTree) -> bool:
+    """Whether a pytree has the structure and the shapes of parameters."""
+    shapes, others = (
+        jax.tree.map(lambda x: getattr(x, "shape", None), tree) for tree in (params, other)
+    )
+    return bool(jax.tree.leaves(params)) and shapes == others

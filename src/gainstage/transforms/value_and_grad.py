@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._base import checks
+from gainstage._base._jax import is_written_zero
 from gainstage._base.checks import brief
+from gainstage._base.warn import warn
 from gainstage._programs.degrees import NO_SCALE
 from gainstage._programs.true_cotangents import called_at, loss_times
 from gainstage._scaling import gradients
@@ -17,7 +19,7 @@ from gainstage._variables.sharding import summed_over
 from gainstage._variables.types import Aux, OptState, P, PyTree, Scalar, Using
 from gainstage.transforms.loss_scaled_state import loss_scaled_state, state_to_scale_by
 from gainstage.transforms.marks import marked
-from gainstage.transforms.models import explain, kind_of
+from gainstage.transforms.models import explain, has_statistics, kind_of
 from gainstage.transforms.needs_scale import needs_scale
 
 
@@ -112,6 +114,11 @@ def loss_function(
     """
     if not callable(fun):
         raise TypeError(f"Expected a function for {name}; got {brief(fun)}.{advice}")
+    if hasattr(fun, "stateless_call") and hasattr(fun, "fit"):
+        raise TypeError(
+            f"Expected a function for {name}; got the Keras model {brief(fun)}. Write model = "
+            f"gainstage.interop.keras.compile(model, optimizer, loss), and then model.fit(x, y)."
+        )
     if using is not None and not callable(using):
         raise TypeError(
             f"Expected a function such as jax.value_and_grad for using; got {brief(using)}."
@@ -122,6 +129,13 @@ def loss_function(
             f"state of loss_scaled; got two scales. Pass autocast(loss_fn) alone."
         )
     return LossFunction(fun, checks.flag("has_aux", has_aux), using)
+
+
+NOT_USED = (
+    "This loss uses none of the parameters that it is given, so all gradients are 0 and nothing is "
+    "trained. Does it use weights, or a model, from outside of itself? Write loss_fn(params, x, y) "
+    "with the params of its first argument."
+)
 
 
 class Backward(NamedTuple):
@@ -185,6 +199,9 @@ class LossFunction(NamedTuple):
         params = [args[n] for n in numbers if -len(args) <= n < len(args)]
         using = self.using or kind_of(*params, beside=args).value_and_grad
         (_, parts), grads = using(scaled, has_aux=True, **by)(*args, **(kwargs or {}))
+        leaves = jax.tree.leaves(grads)
+        if leaves and all(map(is_written_zero, leaves)):
+            warn(NOT_USED)
         loss, extra, aux = parts
         return Backward(loss, extra, aux, grads)
 
@@ -201,10 +218,22 @@ class LossFunction(NamedTuple):
                 f"{advice}"
             )
         loss, *others = each
+        if self.has_aux and has_statistics(others[-1]):
+            warn(
+                "A State of Equinox in aux is not what a skipped step keeps: one batch with a NaN "
+                "ruins its statistics. Write gainstage.TrainState.create(model, tx, extra=state), "
+                "with a loss (model, state, *batch) that returns (loss, state)."
+            )
         if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss):
             given: Any = jax.tree.structure(tuple(args[:1]))
             is_differentiated = isinstance(loss, tuple) and given == jax.tree.structure(loss[1:])
             advice = " Pass the loss itself, not jax.value_and_grad of it." * is_differentiated
+            if isinstance(loss, tuple) and has_statistics(loss[1:]):
+                advice = (
+                    " A State of Equinox is the extra of a train state, which a skipped step keeps "
+                    "too: gainstage.TrainState.create(model, tx, extra=state), with a loss (model, "
+                    "state, *batch) that returns (loss, state)."
+                )
             raise TypeError(
                 f"Expected a scalar loss, or (loss, aux) with has_aux=True; got "
                 f"{brief(jax.tree.map(_shape, loss))}.{advice}"
