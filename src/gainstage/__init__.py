@@ -1,4 +1,4 @@
-"""Train in float16 on JAX without losing small gradients: loss scaling and autocast.
+"""Train JAX models in bfloat16, float16 and float8, written in float32: autocast, loss scaling.
 
 Who owns the step?
 

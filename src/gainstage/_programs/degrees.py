@@ -177,8 +177,7 @@ def _degree(eqn: JaxprEqn, xs: Sequence[Seen]) -> Degree:
         n = xs[1].number if name == "pow" else eqn.params.get("y", _POWERS.get(name))
         return None if n is None and degrees[0] not in (ONE, FREE) else _raised(degrees[0], n or 0)
     if name == "select_n":
-        # The loss scale of a state is its rule's, or 1.
-        return _common([x.degree for x in xs[1:] if x.number != 1] or degrees[1:])
+        return _common(degrees[1:])
     if name in ("dynamic_update_slice", "pad"):
         return _common(degrees[:2])
     if name.startswith("scatter"):
@@ -198,6 +197,10 @@ def _result(eqn: JaxprEqn, xs: Sequence[Seen], variable: Var, is_inside: bool) -
         is_inside: whether it is part of a backward pass.
     """
     name, does = eqn.primitive.name, DOES.get(eqn.primitive.name)
+    if name == "select_n" and not getattr(variable.aval, "shape", ()) and not xs[0].asks:
+        others = [x for x in xs[1:] if x.number != 1]
+        if len(others) == 1 < len(xs) - 1:  # the loss scale of a state is its rule's, or 1
+            return others[0]
     degree = _degree(eqn, xs)
     powers = [n for x in xs if x.degree not in (FREE, None) for _, n in x.degree]
     units = {u for x in xs if x.degree not in (FREE, None) for u, n in x.degree if n > 0}

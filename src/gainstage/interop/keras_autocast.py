@@ -166,8 +166,9 @@ class Autocast:
         known = list(known) if isinstance(known, list | tuple) else [known]
         own_step = self._plain.train_step, self._plain.compute_loss_and_updates
         is_plain = own_step == (keras.Model.train_step, keras.Model.compute_loss_and_updates)
+        is_plain &= self._plan is not None
         if is_plain and not any(getattr(each, "audits_fit", False) for each in known):
-            watch = FirstEpoch(self._loss_in_float32)
+            watch = FirstEpoch(self._loss_in_float32, self._loss_in_half)
             if hasattr(callbacks, "callbacks"):
                 callbacks.append(watch)
             else:
@@ -178,6 +179,12 @@ class Autocast:
         """The loss of a step of `fit`, without a scale: of values of the model, and a batch."""
         model: Any = self
         with seen_as(model, Unscaled):
+            return model.compute_loss_and_updates(*values, training=True)[0]
+
+    def _loss_in_half(self, *values: PyTree) -> Any:
+        """The same in half precision."""
+        model: Any = self
+        with seen_as(model, Unscaled, is_cast=True):
             return model.compute_loss_and_updates(*values, training=True)[0]
 
     def compute_loss_and_updates(self, *args: Any, **kwargs: Any) -> Any:
@@ -286,9 +293,10 @@ def plain_class(model: Any) -> type[Any]:
 
 
 @contextlib.contextmanager
-def seen_as(model: Any, base: type | None = None) -> Iterator[None]:
-    """A model has its own class inside, after a base, and computes in float32."""
-    known, plain = type(model), plain_class(model)
+def seen_as(model: Any, base: type | None = None, is_cast: bool = False) -> Iterator[None]:
+    """A model has its own class inside, after a base, and computes in float32; with `is_cast` as
+    under autocast."""
+    known, plain = type(model), type(model) if is_cast else plain_class(model)
     model.__class__ = plain if base is None else type(base.__name__, (base, plain), {})
     try:
         yield

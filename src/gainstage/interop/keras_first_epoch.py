@@ -24,15 +24,17 @@ NOT_FINITE = (
 
 
 class FirstEpoch(keras.callbacks.Callback):
-    """Warns at the end of the first epoch if its loss is finite in float32 alone.
+    """Warns at the end of the first epoch if the loss of its first batch is finite in float32
+    alone. A batch that has a NaN itself says nothing of half precision.
 
     Args:
         loss_of: `(values of the model, batch) -> loss` in float32, without a scale.
+        half_loss_of: the same in half precision.
     """
 
-    def __init__(self, loss_of: Callable[..., jax.Array]):
+    def __init__(self, loss_of: Callable[..., jax.Array], half_loss_of: Callable[..., jax.Array]):
         super().__init__()
-        self._loss_of = loss_of
+        self._loss_of, self._half_loss_of = loss_of, half_loss_of
         self._batch: PyTree = None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -59,6 +61,7 @@ class FirstEpoch(keras.callbacks.Callback):
         groups = model.trainable_variables, model.non_trainable_variables, model.metrics_variables
         values = [[variable.value for variable in group] for group in groups]
         x_y_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        exact = jax.jit(self._loss_of)(*values, *jax.tree.map(jnp.asarray, x_y_weight))
-        if np.isfinite(exact):
-            warn(NOT_FINITE.format(loss=float(loss), exact=float(exact)))
+        given = *values, *jax.tree.map(jnp.asarray, x_y_weight)
+        half, exact = (jax.jit(f)(*given) for f in (self._half_loss_of, self._loss_of))
+        if np.isfinite(exact) and not np.isfinite(half):
+            warn(NOT_FINITE.format(loss=float(half), exact=float(exact)))

@@ -233,7 +233,8 @@ def plan_for(dtype: Any) -> Plan:
     if not isinstance(name, str) or name not in (*DTYPES, FLOAT8):
         hint = " Read a plan from its file: Plan.load(path)." if ".json" in str(dtype) else ""
         raise ValueError(
-            f"Expected one of {sorted([*DTYPES, FLOAT8])} or a Plan for dtype; got {dtype!r}.{hint}"
+            f"Expected one of {sorted([*DTYPES, WIDE, FLOAT8])} or a Plan for dtype; got "
+            f"{dtype!r}.{hint}"
         )
     return Plan(name)
 

@@ -103,7 +103,7 @@ def load(path: str | Path, like: Like | Callable[[], Like]) -> Like:
     if isinstance(like, str | Path) or not isinstance(path, str | os.PathLike):
         raise TypeError("Expected a path, and then a state: gainstage.load(path, like).")
     given: Any = like
-    whole: Any = jax.eval_shape(given) if _makes(like) else given
+    whole: Any = _shapes_of(given) if _makes(like) else given
     leaves = _arrays_by_name(whole)
     with TensorFile(Path(path)) as file:
         keys = _only_texts(file.facts.get("keys"))
@@ -111,6 +111,14 @@ def load(path: str | Path, like: Like | Callable[[], Like]) -> Like:
         arrays = [_placed(file.read(name), x, keys.get(name)) for name, x in leaves.items()]
     found: Like = jax.tree.unflatten(jax.tree.structure(whole), arrays)
     return found
+
+
+def _shapes_of(make: Callable[[], Any]) -> Any:
+    """What a function would return, without its numbers; with them, if it cannot be traced."""
+    try:
+        return jax.eval_shape(make)
+    except Exception:  # such as one that iterates over an array of keys
+        return make()
 
 
 def _refuse_another(

@@ -118,7 +118,9 @@ def train_step(
 
 @checks.explains(
     "Write state = gainstage.TrainState.create(params, tx), step = gainstage.train_step(loss_fn), "
-    "and state, loss = step(state, *batch)."
+    "and state, loss = step(state, *batch). A dtype is that of the loss: "
+    "gainstage.train_step(gainstage.autocast(loss_fn, dtype)). Options are has_aux, microbatches, "
+    "retries, audit_every and others."
 )
 def train_step(
     loss_fn: Callable[..., Any],

@@ -176,8 +176,8 @@ class TrainState(Generic[Params]):
 
     @property
     def loss_scale(self) -> jax.Array:
-        """The loss scale that the last step used, or, before the first one, that of the next: a
-        float32 scalar. It is 1.0 after a step without float16 and float8, which needs none."""
+        """The loss scale as the last step left it, a float32 scalar. It is 1.0 after a step without
+        float16 and float8, which needs none."""
         return used_scale(self.opt_state)
 
     @property

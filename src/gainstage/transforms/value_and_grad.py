@@ -17,7 +17,7 @@ from gainstage._programs.true_cotangents import called_at, loss_times
 from gainstage._scaling import gradients
 from gainstage._variables.sharding import summed_over
 from gainstage._variables.types import Aux, OptState, P, PyTree, Scalar, Using
-from gainstage.transforms.loss_scaled_state import loss_scaled_state, state_to_scale_by
+from gainstage.transforms.loss_scaled_state import state_to_scale_by, used_scale
 from gainstage.transforms.marks import marked
 from gainstage.transforms.models import explain, has_statistics, kind_of
 from gainstage.transforms.needs_scale import needs_scale
@@ -251,7 +251,9 @@ def _shape(loss: Any) -> object:
 
 
 def current_scale(opt_state: OptState) -> jax.Array:
-    """Returns the current scale, found anywhere inside an optax state: a float32 scalar.
+    """Returns the loss scale, found anywhere inside an optax state: a float32 scalar.
+
+    It is that of `TrainState.loss_scale`: 1.0 if the last step had nothing in float16 or float8.
 
     Args:
         opt_state: as for `value_and_grad`.
@@ -266,7 +268,7 @@ def current_scale(opt_state: OptState) -> jax.Array:
         >>> print(gs.transforms.current_scale(tx.init(jnp.ones(3))))
         32768.0
     """
-    return loss_scaled_state(opt_state).rule_state.scale
+    return used_scale(opt_state)
 
 
 @overload
@@ -294,8 +296,8 @@ def scale_loss(loss: Any, opt_state: OptState) -> Any:
         ValueError: `opt_state` has no loss-scale state, or several, or a transformation around it
             can hide an overflow.
     """
-    scale = state_to_scale_by(opt_state, in_any_place=True).rule_state.scale
-    factor = marked(scale, "scale")
+    state_to_scale_by(opt_state, in_any_place=True)
+    factor = marked(used_scale(opt_state), "scale")
     if callable(loss):
         called = called_at(loss, lambda: factor)
         return lambda *args, **kwargs: gradients.scaled(called(*args, **kwargs), factor)
