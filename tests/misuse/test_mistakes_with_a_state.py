@@ -90,7 +90,7 @@ MISTAKES = {
     "an optimizer with variables": (
         lambda: gs.TrainState.create(X, gs.optimizers.Adam()), r"Write optax\.adam\(1e-3\)",
     ),
-    "autocast twice": (lambda: gs.autocast(HALF, "bfloat16"), "Call it once, with one dtype"),
+    "autocast twice": (lambda: gs.autocast(HALF, "bfloat16"), "Pass what it was given"),
     "keep_float32 without its call": (
         lambda: enter(gs.keep_float32), r"with gainstage\.keep_float32\(\):",
     ),

@@ -52,7 +52,8 @@ def dtypes_and_names(program: AnyJaxpr) -> tuple[set[Any], set[str]]:
             names.add(eqn.primitive.name)
             values += eqn.invars
             values += eqn.outvars
-            todo += inner(eqn) if eqn.params else ()
+            held = (isinstance(p, tuple | list) or hasattr(p, "eqns") for p in eqn.params.values())
+            todo += inner(eqn) if any(held) else ()
         dtypes |= {getattr(v.aval, "dtype", None) for v in values}
     return dtypes, names
 

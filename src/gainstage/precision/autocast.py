@@ -174,7 +174,7 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
     if isinstance(own := getattr(fun, "plan", None), Plan) and own.dtype != _dtype_name(dtype):
         raise ValueError(
             f"Expected a function without autocast for fun; got {fun!r}, which autocast returned. "
-            f"Call it once, with one dtype or Plan; what it was given is fun.__wrapped__."
+            f"Pass what it was given: fun.__wrapped__. One call has one dtype or Plan."
         )
     if is_no_cast(dtype):
         return fun if loss_scale is None else self_scaled(fun, loss_scale)

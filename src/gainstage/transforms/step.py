@@ -186,6 +186,7 @@ class Step(NamedTuple):
         scaling = state_to_scale_by(opt_state)
         scale = scaling.rule_state.scale if scales else None
         backward, changes = gradients_of_parts(self.loss, state, scale, batch, self.microbatches)
+        backward.tell_if_unused()
         grads, options = backward.grads, dict[str, Any]()
         is_first = isinstance(opt_state, LossScaledState)  # others get the gradients first
         if is_first and shardings:

@@ -326,6 +326,7 @@ class TrainState(Generic[Params]):
             is_scaled = scales(loss, self._parts, batch, kwargs)
             factor = marked(scale, "scale") if is_scaled else None
             found = compute_gradients_beside(loss, self._parts, factor, batch, kwargs)
+            found.tell_if_unused()
             aux = [found.aux] if has_aux else []
             extra, started = found.extra, ((self.params, self.extra), (batch, kwargs))
             if isinstance(extra, NewExtra):  # without the objects of the batch, which stay the same

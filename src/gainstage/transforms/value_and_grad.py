@@ -93,6 +93,7 @@ def value_and_grad(
     def true(*args: Any, **kwargs: Any) -> Any:
         factor = marked(scale, "scale") if needs_scale(fun, args, kwargs) else None
         found = loss_fn.backward(factor, args, kwargs, argnums)
+        found.tell_if_unused()
         return ((found.loss, found.aux) if has_aux else found.loss), found.true_grads(factor)
 
     return true
@@ -145,6 +146,12 @@ class Backward(NamedTuple):
     extra: PyTree  # what a loss returns for the extra of a state
     aux: Any
     grads: PyTree  # still multiplied by the loss scale
+
+    def tell_if_unused(self) -> None:
+        """Warns if the loss uses none of the parameters."""
+        leaves = jax.tree.leaves(self.grads)
+        if leaves and all(map(is_written_zero, leaves)):
+            warn(NOT_USED)
 
     def true_grads(self, scale: jax.Array | None) -> PyTree:
         """The true gradients, marked if there was no scale, and if JAX has summed them over
@@ -199,9 +206,6 @@ class LossFunction(NamedTuple):
         params = [args[n] for n in numbers if -len(args) <= n < len(args)]
         using = self.using or kind_of(*params, beside=args).value_and_grad
         (_, parts), grads = using(scaled, has_aux=True, **by)(*args, **(kwargs or {}))
-        leaves = jax.tree.leaves(grads)
-        if leaves and all(map(is_written_zero, leaves)):
-            warn(NOT_USED)
         loss, extra, aux = parts
         return Backward(loss, extra, aux, grads)
 
