@@ -283,3 +283,61 @@ def test_another_loss_scale_is_refused_with_what_there_is(wrong):
     """The error lists what `loss_scale` may be."""
     with pytest.raises(TypeError, match=r"for loss_scale"):
         gs.TrainState.create(jnp.zeros(2), optax.sgd(0.1), loss_scale=wrong)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("way", ["a state", "a loop"])
+def test_a_batch_of_the_shape_of_the_weights_hides_nothing(way, dtype):
+    """An array that might be a gradient is in the program; that no scale was used is seen still."""
+    w = x = jnp.eye(16) + 0.1
+    loss_fn = gs.autocast(lambda w, x: jnp.mean((x @ w) ** 2), dtype)
+    tx = gs.loss_scaled(optax.sgd(0.1))
+
+    @jax.jit
+    def loop(opt_state, w, x):
+        _, grads = gs.value_and_grad(loss_fn, opt_state)(w, x)
+        return tx.update(grads, opt_state, w)[1]
+
+    @jax.jit
+    def step(state, x):
+        _, extra, grads = state.value_and_grad(loss_fn)(x)
+        return state.apply_gradients(grads, extra)
+
+    if way == "a loop":
+        after = loop(tx.init(w), w, x * jnp.nan)
+        assert float(gs.transforms.current_scale(after)) == 1.0
+        assert float(after.rule_state.scale) == 2.0**15
+    else:
+        state = step(gs.TrainState.create(w, tx), x * jnp.nan)
+        assert float(state.loss_scale) == 1.0
+        assert float(state.opt_state.rule_state.scale) == 2.0**15
+
+
+def test_a_loss_for_a_trainer_is_left_alone_in_bfloat16():
+    """Its program is that of the loss without a scale: no second try, no reading of gradients."""
+    w = jnp.zeros((32, 16))
+    programs = [
+        jax.jit(jax.grad(gs.autocast(squares, "bfloat16", **how))).lower(w, X).as_text()
+        for how in ({}, {"loss_scale": 2.0**15})
+    ]
+    assert "while" not in programs[1]
+    assert "is_finite" not in programs[1]
+    assert programs[0].count("dot_general") == programs[1].count("dot_general")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_of_keras_has_the_true_gradient_in_each_dtype(dtype):
+    """One step of SGD, whose length is that of the gradient, is that of plain Keras in float32."""
+    keras = pytest.importorskip("keras")
+    from gainstage.interop.keras import compile
+
+    weights = []
+    for wrap in (compile, keras.Model.compile):
+        keras.utils.set_random_seed(0)
+        net = keras.Sequential([keras.Input((32,)), keras.layers.Dense(16)])
+        how = {"dtype": dtype} if wrap is compile else {}
+        wrap(net, optimizer=keras.optimizers.SGD(0.5), loss="mse", **how)
+        before = np.array(net.layers[0].kernel.value)
+        net.fit(np.asarray(X), np.asarray(Y), 64, verbose=0)
+        weights.append(np.array(net.layers[0].kernel.value) - before)
+    assert np.linalg.norm(weights[0] - weights[1]) < 0.01 * np.linalg.norm(weights[1])
