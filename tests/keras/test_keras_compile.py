@@ -1,6 +1,7 @@
 """`interop.keras.compile`: one call to train in half precision; a skipped step keeps all."""
 
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -140,3 +141,15 @@ def test_float32_under_its_own_policy_is_not_scaled():
         assert net.optimizer.loss_scale == 1.0
     with pytest.raises(TypeError, match="Expected a Keras model"):
         compile(keras.layers.Dense(1), "adam", "mse", dtype=None)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", None])
+def test_a_nan_in_the_data_is_not_taken_for_an_overflow(dtype):
+    """A later batch of the first epoch has it: half precision is not named as the cause."""
+    net = compile(model(), keras.optimizers.Adam(0.01), "mse", dtype=dtype)
+    x = np.concatenate([X, X])
+    x[-1] = np.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net.fit(x, np.concatenate([Y, Y]), len(X), shuffle=False, verbose=0)
+    assert all(np.isfinite(np.asarray(v.value)).all() for v in net.trainable_variables)
