@@ -4,6 +4,7 @@ from gainstage._scaling.step_telemetry import StepInfo
 from gainstage.rules import ScaleState
 from gainstage.training.audit import AuditResult
 from gainstage.training.audited_run import Audits
+from gainstage.transforms.lint import Fault
 from gainstage.transforms.loss_scaled_state import LossScaledState
 
-__all__ = ["AuditResult", "Audits", "LossScaledState", "ScaleState", "StepInfo"]
+__all__ = ["AuditResult", "Audits", "Fault", "LossScaledState", "ScaleState", "StepInfo"]

@@ -3,9 +3,9 @@
 Users import its modules; no other room needs it.
 """
 
-from gainstage.compat import dtensor, experimental, tf2, v1
+from gainstage.compat import dtensor, experimental, stateful_scale, tf2, v1
 
-__all__ = ["dtensor", "experimental", "tf2", "v1"]
+__all__ = ["dtensor", "experimental", "stateful_scale", "tf2", "v1"]
 
 
 def __dir__() -> list[str]:

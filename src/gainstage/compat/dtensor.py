@@ -39,6 +39,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @dataclasses.dataclass(frozen=True)
 class GradientsClipOption:
     """Clip options: at most one of the three, as for every `Optimizer`.

@@ -10,6 +10,10 @@ from gainstage.optimizers.optimizer import Optimizer
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "LossScaleOptimizer"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class LossScaleOptimizer(tf2.LossScaleOptimizer):
     """The older `compat.tf2.LossScaleOptimizer`, with one argument for the scale.
 

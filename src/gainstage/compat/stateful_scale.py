@@ -24,6 +24,11 @@ from gainstage.rules.other_names import explains_arguments
 
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "UnscaledLossScaleOptimizer"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 FLOOR = 1.0  # the lowest dynamic scale in TensorFlow
 
 

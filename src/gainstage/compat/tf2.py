@@ -26,6 +26,10 @@ from gainstage.rules import loss_scale as rules
 __all__ = ["LossScaleOptimizer"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
     """Loss scaling with gradients that the caller unscales: scale, differentiate, unscale, apply.
 

@@ -42,6 +42,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class _LossScaleOptimizer(UnscaledLossScaleOptimizer):
     _conventions = dataclasses.replace(
         UnscaledLossScaleOptimizer._conventions,

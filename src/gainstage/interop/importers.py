@@ -21,6 +21,11 @@ from gainstage.rules.loss_scale import KERAS_FLOOR, DynamicLossScale, ScaleState
 
 __all__ = ["from_flax", "from_torch", "load_into", "load_keras"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Imported = tuple[DynamicLossScale, ScaleState]
 
 _TORCH = {"scale", "_growth_tracker", "growth_interval", "growth_factor", "backoff_factor"}

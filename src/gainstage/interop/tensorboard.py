@@ -22,6 +22,10 @@ except ModuleNotFoundError as _error:
 __all__ = ["TensorBoard"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class TensorBoard(Writer):
     """Writes every number of a step as a scalar, such as `train/loss_scale`. TensorBoard draws no
     non-finite numbers; they are left out.

@@ -29,6 +29,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def _number(name: str, value: Any, **bounds: float) -> int | float:
     """Returns `value` as a Python number, checked against the bounds: an int if it is an integer of
     32 bits, which JAX takes."""

@@ -7,3 +7,7 @@ from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale, ScaleState
 
 __all__ = ["AdaptiveLossScale", "DynamicLossScale", "FixedLossScale", "LossScale", "ScaleState"]
+
+
+def __dir__() -> list[str]:
+    return __all__
