@@ -139,7 +139,7 @@ def variants(sizes: Sizes) -> dict[str, tuple[Any, Any]]:
     written = partial(jax.nn.dot_product_attention, is_causal=True)
     fused = partial(written, implementation="cudnn")
     plain = partial(loss, sizes, written)
-    kernel = partial(loss, sizes, gs.in_half(fused, float32=written))
+    kernel = partial(loss, sizes, gs.half_only(fused, float32=written))
     scaled, half = gs.DynamicLossScale(), jnp.bfloat16
     return {
         "float32, optax": (plain, None),

@@ -128,7 +128,7 @@ def checked(kind: str) -> optax.GradientTransformation:
 
 def scaled(kind: str) -> optax.GradientTransformationExtraArgs:
     """The same, with our loss scaling."""
-    return gs.loss_scaled(transformation(kind), gs.DynamicLossScale(SCALE))
+    return gs.with_loss_scale(transformation(kind), gs.DynamicLossScale(SCALE))
 
 
 def optimizer_of(kind: str, variables: list[Variable]) -> LossScaleOptimizer:

@@ -263,8 +263,9 @@ def ours_stateless(params: Params, kind: str) -> Variant:
 
 
 def ours_in_optax(params: Params, kind: str, **options: bool) -> Variant:
-    """An optax loop with `gs.loss_scaled`; unscaled by what `gs.value_and_grad` unscales with."""
-    tx = gs.loss_scaled(transformation(kind, **options), gs.DynamicLossScale(1.0))
+    """An optax loop with `gs.with_loss_scale`; unscaled by what `gs.value_and_grad` unscales
+    with."""
+    tx = gs.with_loss_scale(transformation(kind, **options), gs.DynamicLossScale(1.0))
 
     def step(weights: Any, state: Any, grads: Any) -> Any:
         grads = unscale(grads, state.rule_state.scale)
@@ -276,7 +277,7 @@ def ours_in_optax(params: Params, kind: str, **options: bool) -> Variant:
 
 def ours_in_train_step(params: Params, kind: str) -> Variant:
     """As `gs.train_step`: `update` is given the scaled gradients, and the scale."""
-    tx = gs.loss_scaled(transformation(kind), gs.DynamicLossScale(1.0))
+    tx = gs.with_loss_scale(transformation(kind), gs.DynamicLossScale(1.0))
 
     def step(weights: Any, state: Any, grads: Any) -> Any:
         scale = state.rule_state.scale

@@ -54,8 +54,8 @@ def plain(model: models.Model, barrier: bool = False, checked: bool = False) -> 
 
 
 def in_optax(model: models.Model) -> harness.Variant:
-    """Adam in optax, with `gs.loss_scaled` and `gs.value_and_grad`."""
-    tx = gs.loss_scaled(optax.adam(RATE, eps=EPSILON), gs.DynamicLossScale(SCALE))
+    """Adam in optax, with `gs.with_loss_scale` and `gs.value_and_grad`."""
+    tx = gs.with_loss_scale(optax.adam(RATE, eps=EPSILON), gs.DynamicLossScale(SCALE))
 
     def step(params: Any, state: Any, batch: Any) -> Any:
         loss, grads = gs.value_and_grad(model.loss, state)(params, batch)

@@ -38,7 +38,7 @@ def loss_fn(model, x, y):
 def train(dtype, seed):
     fun = gs.autocast(loss_fn) if dtype == "float16" else loss_fn  # ours
     model = Network(seed)
-    tx = gs.loss_scaled(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
+    tx = gs.with_loss_scale(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
     opt_state = tx.init(model)
 
     @eqx.filter_jit

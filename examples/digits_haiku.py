@@ -27,7 +27,7 @@ def loss_fn(params, x, y):
 
 def train(dtype, seed):
     fun = gs.autocast(loss_fn) if dtype == "float16" else loss_fn  # ours
-    tx = gs.loss_scaled(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
+    tx = gs.with_loss_scale(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
     params = jax.tree.map(jax.numpy.asarray, digits.first_weights(seed))  # as `model.init` has them
     opt_state = tx.init(params)
 

@@ -25,7 +25,7 @@ def train(dtype, seed):
     model = Network()
     weights = digits.first_weights(seed)  # as `model.init` names them
     params = {n: {"kernel": w["w"], "bias": w["b"]} for n, w in weights.items()}
-    tx = gs.loss_scaled(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
+    tx = gs.with_loss_scale(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
     @jax.jit

@@ -31,7 +31,7 @@ def train(dtype, seed):
     for name, weights in digits.first_weights(seed).items():
         layer = getattr(model, name)
         layer.kernel[...], layer.bias[...] = map(jax.numpy.asarray, (weights["w"], weights["b"]))
-    tx = gs.loss_scaled(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
+    tx = gs.with_loss_scale(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     fun = gs.autocast(loss_fn) if dtype == "float16" else loss_fn  # ours
 

@@ -106,7 +106,7 @@ def trained(run: Run, loss: Callable[..., Any], is_scaled: bool, **options: Any)
 
 def rows_of(plan: Any) -> list[list[str]]:
     """The operations, dtypes and lines of the rows of a plan."""
-    rows = [] if plan is None else plan.operations
+    rows = [] if plan is None else plan.entries
     return [[row.name, row.dtype, row.line] for row in rows]
 
 
@@ -131,11 +131,11 @@ def compared(run: Run, **options: Any) -> dict[str, Any]:
         **{name: arm.facts for name, arm in arms.items()},
         "when": [when for when, _ in mended.mended],
         "rows": rows_of(plan),
-        "left": plan.left if plan.operations else 1.0,
+        "left": plan.left if plan.entries else 1.0,
         "told": mended.told,
         "errors": mended.errors,
         "same program": mended.program == arms["autocast"].program,
-        "plan": plan.to_json() if plan.operations else None,
+        "plan": plan.to_json() if plan.entries else None,
     }
 
 
@@ -184,7 +184,7 @@ def first_mending(run: Run, audit_every: int = 100) -> Mending | None:
         warnings.simplefilter("always")
         for number in range(run.steps):
             state, _ = step(state, *batches[number % len(batches)])
-            if step.plan.operations:
+            if step.plan.entries:
                 return Mending(number, step.plan, [str(each.message) for each in told])
     return None
 

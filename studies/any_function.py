@@ -2,8 +2,8 @@
 
 Each function of `functions/` is differentiated at usual numbers, and with its data (or parameters)
 at 100 times and at 1/100 of them: in float32, under `gs.autocast` with its default rules in float16
-and bfloat16, with a plan of `precision.tune`, and under `torch.autocast` on a CPU, where torch is
-installed. XLA keeps all roundings to half precision.
+and bfloat16, with a plan of `precision.find_plan`, and under `torch.autocast` on a CPU, where torch
+is installed. XLA keeps all roundings to half precision.
 
 A gradient is right within 2 % of the norm. Left out, and counted, are cases in which float32 has no
 gradient, or in which inputs, parameters, products or their operands do not
@@ -32,7 +32,7 @@ from rich.progress import track
 import gainstage as gs
 from benchmarks.harness import environment, file_to_write
 from gainstage._programs.jaxprs import scan_counts
-from gainstage.precision import tune
+from gainstage.precision import find_plan
 
 from . import DOCS, RESULTS
 from . import any_function_page as page
@@ -187,7 +187,7 @@ def attempt(compute: Callable[[], Any], exact: list[np.ndarray]) -> Row:
             text = f"{type(problem).__name__}: {problem}"[:300]
             return {"is": "refused" if is_ours else "error", "says": text}
     row: Row = {"is": kind, "error": off}
-    ours = [str(w.message) for w in seen if "tune" in f"{w.message}{w.filename}"
+    ours = [str(w.message) for w in seen if "find_plan" in f"{w.message}{w.filename}"
             or "autocast" in str(w.message) or "max_error" in str(w.message)]  # fmt: skip
     return row | ({"says": ours[0][:300]} if ours else {})
 
@@ -257,7 +257,7 @@ def renewed(row: Row, own: Row) -> Row:
 
 def planned(loss: Callable[..., Any], params: Any, data: Any) -> list[np.ndarray] | None:
     """The gradients with a plan of these numbers."""
-    plan = tune(loss, params, [(data,)], max_error=0.005, progress=False)
+    plan = find_plan(loss, params, [(data,)], max_error=0.005, progress=False)
     program = jax.jit(scaled(gs.autocast(loss, plan)), compiler_options=KEEP_ROUNDINGS)
     return gradient(program, params, data)
 

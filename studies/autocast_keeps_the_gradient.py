@@ -2,8 +2,8 @@
 
 Each model of `autocast_models.py` is differentiated in float32, in bfloat16 and in float16: by hand
 where its library has a `dtype` argument, under `gs.autocast` with its default rules, and with a
-plan of `precision.tune`. Three of them are trained. Programs for an H100 are compiled without one,
-where the packages of the group `programs` are installed.
+plan of `precision.find_plan`. Three of them are trained. Programs for an H100 are compiled without
+one, where the packages of the group `programs` are installed.
 
 Results are written after each model; a model that is there is not repeated, so the command goes on
 where it was stopped.
@@ -30,7 +30,7 @@ from rich.console import Console
 import gainstage as gs
 from benchmarks import hlo, lowered
 from benchmarks.harness import environment, file_to_write
-from gainstage.precision import Plan, tune
+from gainstage.precision import Plan, find_plan
 from gainstage.precision.program_costs import kept
 
 from . import DOCS, RESULTS
@@ -94,7 +94,7 @@ def tuned(model: Model, batch: Any, largest: float) -> Plan:
     """The plan of a model; the page says so if it does not keep the bound."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Expected max_error", UserWarning)
-        return tune(model.loss, model.params, [(batch,)], max_error=largest, progress=False)
+        return find_plan(model.loss, model.params, [(batch,)], max_error=largest, progress=False)
 
 
 def errors(model: Model) -> tuple[dict[str, Any], Plan]:
@@ -125,8 +125,8 @@ def errors(model: Model) -> tuple[dict[str, Any], Plan]:
         "predicted": plan.predicted.error,
         "other batch": error(gradients(planned, model.params, other), exact_of_other),
         "tune_s": seconds,
-        "operations": len(plan.operations),
-        "halves": sum(operation.dtype == plan.dtype for operation in plan.operations),
+        "operations": len(plan.entries),
+        "halves": sum(operation.dtype == plan.dtype for operation in plan.entries),
         "shares": shares(plan),
         "products": products(model, plan, batch),
     }, plan
@@ -135,7 +135,7 @@ def errors(model: Model) -> tuple[dict[str, Any], Plan]:
 def shares(plan: Plan) -> dict[str, float]:
     """The error that each kind of operation would cause in float16, by its name."""
     total: dict[str, float] = {}
-    for row in plan.operations:
+    for row in plan.entries:
         if np.isfinite(row.error):
             total[row.name] = total.get(row.name, 0.0) + row.error**2
     return {name: square**0.5 for name, square in sorted(total.items(), key=lambda row: -row[1])}
@@ -151,7 +151,7 @@ def products(model: Model, plan: Plan, batch: Any) -> dict[str, Any]:
         program = jax.make_jaxpr(jax.grad(cast))(model.params, batch)
         kinds = list(dtypes_of_products(program.jaxpr))
         found[arm] = [sum(kind == {"float16"} for kind in kinds), len(kinds)]
-    wide = [o for o in plan.operations if o.name in PRODUCTS and o.dtype != plan.dtype]
+    wide = [o for o in plan.entries if o.name in PRODUCTS and o.dtype != plan.dtype]
     return found | {"why": [[o.line, o.reason, o.error] for o in wide]}
 
 
@@ -272,11 +272,11 @@ def trained(name: str, steps: int = STEPS) -> dict[str, Any]:
     }
 
 
-# ── the time of `precision.tune` ─────────────────────────────────────────────────────────────
+# ── the time of `precision.find_plan` ─────────────────────────────────────────────────────────────
 
 
 def tuning(blocks: int, width: int = TUNED["width"]) -> dict[str, Any]:
-    """How long `precision.tune` takes for a transformer, beside one gradient in float32."""
+    """How long `precision.find_plan` takes for a transformer, beside one gradient in float32."""
     model = transformer(blocks=blocks, width=width)
     batch, program = model.batch(0), jax.jit(jax.grad(model.loss))
     jax.block_until_ready(program(model.params, batch))
@@ -289,7 +289,7 @@ def tuning(blocks: int, width: int = TUNED["width"]) -> dict[str, Any]:
     plan = tuned(model, batch, BOUND)
     return {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
-        "operations": len(plan.operations),
+        "operations": len(plan.entries),
         "gradient_s": statistics.median(steps),
         "tune_s": time.perf_counter() - start,
         "cpu_s": time.process_time() - of_all_threads,

@@ -141,9 +141,9 @@ def training_table(training: Row) -> str:
 
 
 def tuning_table(tuning: Row) -> str:
-    """The time of `precision.tune`."""
-    head = ["`precision.tune` of a transformer", "parameters", "operations", "one gradient",
-            "`precision.tune`", "in gradients"]  # fmt: skip
+    """The time of `precision.find_plan`."""
+    head = ["`precision.find_plan` of a transformer", "parameters", "operations", "one gradient",
+            "`precision.find_plan`", "in gradients"]  # fmt: skip
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for name, row in tuning.items():
         lines.append(

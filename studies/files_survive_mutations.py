@@ -99,7 +99,7 @@ def write_good_files(folder: Path) -> None:
             run.write(step, info, loss=float("nan") if step == 7 else step / 8)
     loss = lambda w, x: ((x @ w) ** 2).mean()  # noqa: E731
     batches = [(jnp.ones((32, 16)),), (jnp.full((32, 16), 2.0),)]
-    gs.precision.tune(loss, jnp.ones((16, 16)), batches).save(folder / "plan")
+    gs.precision.find_plan(loss, jnp.ones((16, 16)), batches).save(folder / "plan")
 
 
 # ── what is changed ──────────────────────────────────────────────────────────────────────────────

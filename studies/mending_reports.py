@@ -157,7 +157,7 @@ def prices_in_keras(seed: int, epochs: int = 20) -> dict[str, Any]:
     plain, audit, seen = built(), half.Audit(every=20, mend=True), list[int]()
     plain.compile(keras.optimizers.Adam(1e-2), "mse")
     look = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: seen.append(len(audit.plan.operations))
+        on_train_batch_end=lambda batch, logs: seen.append(len(audit.plan.entries))
     )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -169,11 +169,11 @@ def prices_in_keras(seed: int, epochs: int = 20) -> dict[str, Any]:
         "dtype": "float16",
         "steps": len(seen),
         "when": [i for i, (a, b) in enumerate(pairwise([0, *seen])) if a != b],
-        "rows": [[o.name, o.dtype, o.line or o.layer] for o in plan.operations],
-        "left": plan.left if plan.operations else 1.0,
+        "rows": [[o.name, o.dtype, o.line or o.layer] for o in plan.entries],
+        "left": plan.left if plan.entries else 1.0,
         "told": [str(each.message) for each in told if issubclass(each.category, UserWarning)],
         "errors": [] if last is None else [[len(seen), last.loss_error, last.gradient_error]],
-        "plan": plan.to_json() if plan.operations else None,
+        "plan": plan.to_json() if plan.entries else None,
     }
 
 

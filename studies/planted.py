@@ -176,7 +176,7 @@ class EqxTransformer(eqx.Module):
         return plant("head", jax.vmap(self.head)(jax.vmap(self.norm)(x)))
 
 
-def in_half(model: Any) -> Any:
+def half_only(model: Any) -> Any:
     """An Equinox model that computes in float16, of parameters in float32."""
     return jax.tree.map(lambda x: x.astype(HALF) if eqx.is_inexact_array(x) else x, model)
 
@@ -185,7 +185,7 @@ def eqx_transformer(seed: int) -> Model:
     """The model itself is the first argument."""
 
     def loss(model: Any, ids: Any, labels: Any, weights: Any) -> jax.Array:
-        return cross_entropy(jax.vmap(in_half(model))(ids), labels, weights)
+        return cross_entropy(jax.vmap(half_only(model))(ids), labels, weights)
 
     def kernel(i: int, name: str, model: Any, change: Change) -> Any:
         def of(m: Any) -> Any:
@@ -275,7 +275,7 @@ def eqx_cnn(seed: int) -> Model:
 
     def loss(model: Any, x: Any, labels: Any, weights: Any) -> jax.Array:
         x = jnp.moveaxis(x.astype(HALF), -1, 1)
-        return cross_entropy(jax.vmap(in_half(model))(x), labels, weights)
+        return cross_entropy(jax.vmap(half_only(model))(x), labels, weights)
 
     def kernel(i: int, model: Any, change: Change) -> Any:
         return eqx.tree_at(lambda m: m.convs[i].weight, model, change(model.convs[i].weight))

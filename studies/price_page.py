@@ -118,8 +118,8 @@ def markdown(content: dict[str, Any], programs: dict[str, Any]) -> str:
             "Noise and bias on six batches, before training, and the mean loss of the last 50 of "
             "200 steps (four slow models: of 100). The first loss scale is one at which no step is "
             "skipped, since skipped steps at the start cost more than rounding. Float8 is in all "
-            'linear layers; the plan is that of `tune(..., dtype="float8", card=None)`, within 1 % '
-            "and 2 %.",
+            'linear layers; the plan is that of `find_plan(..., dtype="float8", card=None)`, '
+            "within 1 % and 2 %.",
             "",
             *rows,
             "",

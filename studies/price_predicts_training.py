@@ -59,7 +59,7 @@ class Trained(NamedTuple):
 
 def trained(model: Model, loss: Loss, steps: int, seeds: int) -> Trained:
     """Trains from each seed."""
-    tx = gs.loss_scaled(optax.adam(RATE), gs.DynamicLossScale(FIRST_SCALE), telemetry=True)
+    tx = gs.with_loss_scale(optax.adam(RATE), gs.DynamicLossScale(FIRST_SCALE), telemetry=True)
     step, found = gs.train_step(loss), Trained([], [], [])
     for seed in range(seeds):
         state, losses = gs.TrainState.create(jax.tree.map(jnp.array, model.params), tx), []
@@ -117,10 +117,10 @@ def measure(name: str, console: Console) -> dict[str, Any]:
     """What each precision costs a model, before and after training."""
     model, start = EVERY[name](), time.perf_counter()
     batches = [model.batch(number) for number in range(BATCHES)]
-    plan = gs.precision.tune(
+    plan = gs.precision.find_plan(
         model.loss, model.params, [(batch,) for batch in batches], dtype="float8", card=None
     )
-    dtypes = [o.dtype for o in plan.operations if o.name == "dot_general"]
+    dtypes = [o.dtype for o in plan.entries if o.name == "dot_general"]
     found: dict[str, Any] = {
         "steps": steps_of(name),
         "predicted": [plan.predicted.noise, plan.predicted.bias],

@@ -1,7 +1,8 @@
 """The machines of `rules_never_die`: each rule of ours, with the steps through which users run it.
 
-Every machine takes the step that a user takes: `loss_scaled(...).update`, `train_step`, `minimize`,
-`stateless_apply`, or what `compat` has. Periods are small, so that all states can be visited.
+Every machine takes the step that a user takes: `with_loss_scale(...).update`, `train_step`,
+`minimize`, `stateless_apply`, or what `compat` has. Periods are small, so that all states can be
+visited.
 """
 
 import functools
@@ -84,7 +85,7 @@ def in_optax_loop(
 ) -> Machine:
     """A rule in the loop of a user: `value_and_grad`, `update` and `apply_updates`, or, with
     `retries`, `train_step`."""
-    tx = gs.loss_scaled(optax.adam(0.25), rule)
+    tx = gs.with_loss_scale(optax.adam(0.25), rule)
     weight = jnp.float32(W)
     start = gs.TrainState.create(weight, tx)
     state = start.opt_state
@@ -326,12 +327,12 @@ def settings() -> Iterator[tuple[str, gs.DynamicLossScale]]:
 
 def machines() -> Iterator[Machine]:
     """Each rule of ours, with each step that it is used in."""
-    yield in_optax_loop(FIXED, FEW, "`FixedLossScale`, `loss_scaled`", "8")
-    row = "`DynamicLossScale`, `loss_scaled`"
+    yield in_optax_loop(FIXED, FEW, "`FixedLossScale`, `with_loss_scale`", "8")
+    row = "`DynamicLossScale`, `with_loss_scale`"
     for words, rule in settings():
         yield in_optax_loop(rule, FEW, row, words)
     yield in_optax_loop(gs.DynamicLossScale(2.0**15, 3), WIDE, row, "usual bounds")
-    row = "`AdaptiveLossScale`, `loss_scaled`"
+    row = "`AdaptiveLossScale`, `with_loss_scale`"
     yield in_optax_loop(ADAPTIVE, MEASURED, row, "loss known")
     row += " without a loss"
     yield in_optax_loop(ADAPTIVE, MEASURED, row, "loss unknown", value=False)

@@ -52,7 +52,7 @@ POLICIES: dict[str, Callable[[Any], Any]] = {
     "products by cost alone, all else float32": lambda loss: without(
         loss, *(name for name in SWITCHES if name not in COST)
     ),
-    "all of it cast by hand": lambda loss: in_half(loss),
+    "all of it cast by hand": lambda loss: half_only(loss),
 }
 CLASSES = ("right", "refused", "loud", "silent")
 BEFORE = "models before rules of cost"  # their bytes and temporaries then, for comparison
@@ -88,7 +88,7 @@ def classes(function: Function, switches: Sequence[str] = ()) -> dict[str, list[
     return found
 
 
-def in_half(loss: Callable[..., Any]) -> Callable[..., Any]:
+def half_only(loss: Callable[..., Any]) -> Callable[..., Any]:
     """A loss whose parameters and data are cast to float16, as `jmp` casts them."""
 
     def cast(tree: Any) -> Any:

@@ -71,7 +71,7 @@ class Trainer:
 
     def __init__(self, task: Task, arm: Arm):
         self.task, self.dtype, self.start = task, arm.dtype, arm.start
-        self.tx = gs.loss_scaled(task.optimizer(task.steps), arm.rule, telemetry=True)
+        self.tx = gs.with_loss_scale(task.optimizer(task.steps), arm.rule, telemetry=True)
         self.step = jax.jit(self._step, donate_argnums=(0, 1), compiler_options=KEEP_ROUNDINGS)
 
     def _step(self, params: Any, state: Any, batches: Any, share: Any) -> Any:

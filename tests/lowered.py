@@ -81,8 +81,8 @@ PROGRAMS = {
     "window": lambda: stateful(scaled(adam(**WINDOW))),
     "masters": lambda: stateful(scaled(adam(master_weights=True)), jnp.float16),
     "adaptive": lambda: stateful(scaled(adam(), **ADAPTIVE)),
-    "optax": lambda: functional(gs.loss_scaled(optax.adam(1e-3))),
-    "optax telemetry": lambda: functional(gs.loss_scaled(optax.adam(1e-3), telemetry=True)),
+    "optax": lambda: functional(gs.with_loss_scale(optax.adam(1e-3))),
+    "optax telemetry": lambda: functional(gs.with_loss_scale(optax.adam(1e-3), telemetry=True)),
 }
 PLAIN = {
     "sgd in optax": lambda: functional(optax.sgd(0.1, 0.9)),

@@ -61,9 +61,9 @@ assert_type(adam.momentums, list[Variable])
 assert_type(adam.add_optimizer_variables([w], "slot"), list[Variable])
 assert_type(adam.add_optimizer_variables([w], ("a", "b")), tuple[list[Variable], ...])
 
-tx = gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(8.0, hysteresis=2), telemetry=True)
+tx = gs.with_loss_scale(optax.sgd(0.1), gs.DynamicLossScale(8.0, hysteresis=2), telemetry=True)
 assert_type(tx, optax.GradientTransformationExtraArgs)
-gs.loss_scaled(optax.MultiSteps(optax.sgd(0.1), 2), gs.compat.experimental.FixedLossScale(2))
+gs.with_loss_scale(optax.MultiSteps(optax.sgd(0.1), 2), gs.compat.experimental.FixedLossScale(2))
 state: Any = tx.init({"w": w.value()})
 assert_type(gs.transforms.current_scale(state), jax.Array)
 assert_type(gs.transforms.step_was_applied(state), jax.Array)
@@ -142,11 +142,11 @@ opt.apply({"w": x})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentT
 opt.apply([x], apply_if="yes")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 opt.minimize(lambda: (w[0], x), [w])  # type: ignore[arg-type, return-value]  # pyright: ignore[reportArgumentType]
 opt.minimize(lambda: w[0], [w], has_aux=True)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
-gs.loss_scaled(SGD(0.1))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-gs.loss_scaled(optax.sgd, gs.DynamicLossScale())  # pyright: ignore[reportArgumentType]
+gs.with_loss_scale(SGD(0.1))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+gs.with_loss_scale(optax.sgd, gs.DynamicLossScale())  # pyright: ignore[reportArgumentType]
 live = gs.compat.experimental.DynamicLossScale()
-gs.loss_scaled(optax.sgd(0.1), live)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-gs.loss_scaled(optax.sgd(0.1), "fixed")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+gs.with_loss_scale(optax.sgd(0.1), live)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+gs.with_loss_scale(optax.sgd(0.1), "fixed")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 value_and_grad(params, x, pwoer=3.0)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 value_and_grad(x, x)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 gs.value_and_grad(with_aux, state)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

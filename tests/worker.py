@@ -171,7 +171,7 @@ def mended(mesh, steps):
         for _ in range(steps):
             state, loss = step(state, drawn(rows, 64, 32))
             losses.append(float(loss))
-    rows = [(o.key, o.dtype, o.text) for o in step.plan.operations]
+    rows = [(o.key, o.dtype, o.text) for o in step.plan.entries]
     return rows, losses, [str(warning.message) for warning in told]
 
 

@@ -3,18 +3,18 @@
 Who owns the step?
 
     you                              TrainState, train_step
-    you, and gradients pass          TrainState; or, in a chain of optax, loss_scaled,
+    you, and gradients pass          TrainState; or, in a chain of optax, with_loss_scale,
       through your hands               value_and_grad and the module `transforms`
-    a trainer that differentiates    autocast with `loss_scale`, loss_scaled
+    a trainer that differentiates    autocast with `loss_scale`, with_loss_scale
     an optimizer, as in Keras        the module `optimizers`
     Keras's `fit`                    interop.keras.compile
 
 With any of them: `autocast` computes in half precision, `keep_float32` keeps a part of that in
-float32, and `in_half` gives a fused kernel half precision; `FixedLossScale`, `DynamicLossScale` and
-`AdaptiveLossScale` are rules; `advise` says what each precision costs, `audit` how far a step is
-off float32, `mend` takes the lines that spoil it back into float32, `lint` says whether a step of
-your own scales its loss once and divides once, and `xray` where a step overflows. `save` and `load`
-keep a state in a file.
+float32, and `half_only` gives a fused kernel half precision; `FixedLossScale`, `DynamicLossScale`
+and `AdaptiveLossScale` are rules; `advise` says what each precision costs, `audit` how far a step
+is off float32, `mend` takes the lines that spoil it back into float32, `lint` says whether a step
+of your own scales its loss once and divides once, and `xray` where a step overflows. `save` and
+`load` keep a state in a file.
 
 Modules: `transforms`, `optimizers`, `precision`, `diagnostics`, `distributed`, `interop`, `compat`,
 `typing`.
@@ -26,16 +26,16 @@ from typing import TYPE_CHECKING
 from gainstage import optimizers, precision, transforms, typing
 from gainstage.precision.advice import advise
 from gainstage.precision.autocast import autocast, keep_float32
-from gainstage.precision.in_half import in_half
+from gainstage.precision.half_only import half_only
 from gainstage.rules import AdaptiveLossScale, DynamicLossScale, FixedLossScale, LossScale
 from gainstage.saving.state_file import load, save
 from gainstage.training.audit import audit
 from gainstage.training.mending import mend
 from gainstage.training.train_step import train_step
 from gainstage.transforms.lint import lint
-from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.value_and_grad import value_and_grad
+from gainstage.transforms.with_loss_scale import with_loss_scale
 
 _LAZY = ("compat", "diagnostics", "distributed", "interop")  # imported when they are first used
 _WITH_NAMES = ("transforms", "optimizers", "precision", "diagnostics", "distributed", "typing")
@@ -82,11 +82,10 @@ __all__ = [
     "advise",
     "audit",
     "autocast",
-    "in_half",
+    "half_only",
     "keep_float32",
     "lint",
     "load",
-    "loss_scaled",
     "mend",
     "optimizers",
     "precision",
@@ -95,5 +94,6 @@ __all__ = [
     "transforms",
     "typing",
     "value_and_grad",
+    "with_loss_scale",
     "xray",
 ]

@@ -118,7 +118,7 @@ def _all_ways_agree() -> None:
         return compiled.minimize(lambda: (v.value() ** 2).sum(), [v])
 
     step = gs.optimizers.jit(minimize, ([v], compiled.variables), donate=True)
-    tx = gs.loss_scaled(optax.adam(0.1, eps=1e-7))
+    tx = gs.with_loss_scale(optax.adam(0.1, eps=1e-7))
     params: Any = jnp.asarray(start)
     state = tx.init(params)
     for _ in range(5):

@@ -5,6 +5,6 @@ from gainstage.rules import ScaleState
 from gainstage.training.audit import AuditResult
 from gainstage.training.audited_run import Audits
 from gainstage.transforms.lint import Fault
-from gainstage.transforms.loss_scaled_state import LossScaledState
+from gainstage.transforms.loss_scale_state import LossScaleState
 
-__all__ = ["AuditResult", "Audits", "Fault", "LossScaledState", "ScaleState", "StepInfo"]
+__all__ = ["AuditResult", "Audits", "Fault", "LossScaleState", "ScaleState", "StepInfo"]

@@ -45,7 +45,7 @@ def advice():
 
 
 def costs(advice):
-    return {cost.name: cost for cost in advice.costs}
+    return {cost.name: cost for cost in advice.candidates}
 
 
 def vector(tree):
@@ -65,10 +65,10 @@ def test_noise_and_bias_are_those_of_the_definition(advice, dtype):
     off = found - exact
     batch = exact.var(0, ddof=1).sum()
     noise = off.var(0, ddof=1).sum()
-    assert costs(advice)[dtype].price.noise == pytest.approx(noise / batch, rel=0.02)
+    assert costs(advice)[dtype].accuracy.noise == pytest.approx(noise / batch, rel=0.02)
     mean = (exact.mean(0) ** 2).sum() - batch / 4
     bias = max((off.mean(0) ** 2).sum() - noise / 4, 0.0)
-    assert costs(advice)[dtype].price.bias == pytest.approx((bias / mean) ** 0.5, rel=0.02)
+    assert costs(advice)[dtype].accuracy.bias == pytest.approx((bias / mean) ** 0.5, rel=0.02)
     parts = []  # the square of the bias without each batch
     for left_out in range(4):
         rest = np.delete(off, left_out, 0)
@@ -83,13 +83,13 @@ def test_a_bias_that_few_batches_do_not_show_is_no_bias_of_0():
     params = {"a": PARAMS["a"] / 8, "b": PARAMS["b"]}
     more = [(draw(40 + i, 64, 48), draw(80 + i, 64, 32)) for i in range(16)]
     few, many = (advise(network, params, some) for some in (more[:2], more))
-    for cost in few.costs[1:]:
+    for cost in few.candidates[1:]:
         own = costs(many)[cost.name]
-        assert own.price.bias <= cost.bias_at_most
+        assert own.accuracy.bias <= cost.bias_at_most
         assert own.bias_at_most <= 1.5 * cost.bias_at_most
         assert not cost.is_bias_clear
     assert [row[2] for row in few.table()[2:5] if not row[2].startswith("< ")] == []
-    assert any(cost.is_bias_clear for cost in many.costs)
+    assert any(cost.is_bias_clear for cost in many.candidates)
     assert ("measure on more" in str(few)) == (few.recommended.bias_at_most > 0.02)
     assert "0 %" not in [row[2] for row in many.table()[2:5]]
 
@@ -102,8 +102,8 @@ def test_the_sentence_shows_the_numbers_that_are_compared():
     best = found.recommended
     assert best.name != "float32"
     said = re.search(r"noise (\S+) % and bias (\S+) % are within 1 % and 2 %", str(found))
-    assert float(said[1]) == pytest.approx(100 * best.price.noise, rel=0.06)
-    assert float(said[2]) == pytest.approx(100 * best.price.bias, rel=0.06)
+    assert float(said[1]) == pytest.approx(100 * best.accuracy.noise, rel=0.06)
+    assert float(said[2]) == pytest.approx(100 * best.accuracy.bias, rel=0.06)
     assert float(said[2]) <= 2
     assert "Ask again late in training" in str(found)
 
@@ -132,7 +132,7 @@ def where_float8_costs_nothing():
 
 def test_the_lines_of_each_row_are_those_of_what_was_measured(advice, wide):
     """Unscaled float16 says so; float8 has a row where its line computes in float8."""
-    lines = {cost.name: cost.code for cost in wide[0].costs}
+    lines = {cost.name: cost.code for cost in wide[0].candidates}
     fixed = "state = gs.TrainState.create(params, tx, loss_scale=None)"
     assert [n for n in lines if lines[n][0] == fixed] == ["float16, unscaled"]
     assert lines["float16, unscaled"][1] == lines["float16"][1]
@@ -158,7 +158,7 @@ def test_the_row_of_float8_is_what_its_line_computes(wide):
         found8 = np.stack([vector(jax.jit(jax.grad(scaled))(w, x)) for x in xs])
     off = found8 / 2.0**cost.exponent - exact
     noise = off.var(0, ddof=1).sum() / exact.var(0, ddof=1).sum()
-    assert cost.price.noise == pytest.approx(noise, rel=0.02)
+    assert cost.accuracy.noise == pytest.approx(noise, rel=0.02)
     assert cost.arithmetic == {"float8": 1.0}
     on_a100 = advise(loss, w, [(x,) for x in xs], card="A100")
     assert "float8" not in costs(on_a100)
@@ -169,7 +169,7 @@ def test_the_row_of_float8_is_what_its_line_computes(wide):
 def test_each_precision_costs_more_with_fewer_digits(wide):
     """Float32 costs nothing; then float16, bfloat16 and float8, in this order."""
     each = costs(wide[0])
-    noises = [each[n].price.noise for n in ("float32", "float16", "bfloat16", "float8")]
+    noises = [each[n].accuracy.noise for n in ("float32", "float16", "bfloat16", "float8")]
     assert noises[0] == 0.0
     assert noises == sorted(noises)
     assert noises[3] > 100 * noises[1]
@@ -211,7 +211,7 @@ def test_the_arithmetic_of_a_convolution_is_counted(kind):
     found = advise(
         lambda w, x: jnp.mean(convolved(w, x) ** 2), draw(9, *ones[0].shape), xs, card="V100"
     )
-    assert found.costs[0].seconds == pytest.approx(3 * 2 * count / 15.7e12, rel=0.07)
+    assert found.candidates[0].seconds == pytest.approx(3 * 2 * count / 15.7e12, rel=0.07)
 
 
 def test_a_precision_that_pulls_training_elsewhere_is_refused():
@@ -220,11 +220,11 @@ def test_a_precision_that_pulls_training_elsewhere_is_refused():
     params = {"a": PARAMS["a"] / 8, "b": PARAMS["b"]}
     advice = advise(years, params, BATCHES)
     each = costs(advice)
-    assert each["bfloat16"].price.bias > 0.02
+    assert each["bfloat16"].accuracy.bias > 0.02
     assert "Not bfloat16" in advice.reason
-    assert not each["float16"].price.fits(0.01, 0.02)
+    assert not each["float16"].accuracy.fits(0.01, 0.02)
     assert advice.recommended.name == "float16, mended"
-    assert advice.recommended.price.fits(0.01, 0.02)
+    assert advice.recommended.accuracy.fits(0.01, 0.02)
     assert "step = gs.train_step(gs.autocast(loss_fn, advice.plan))" in str(advice)
     assert f"{advice.plan.left:.0%} of what is in half precision is left" in str(advice)
 
@@ -244,14 +244,14 @@ def test_the_plan_of_an_advice_does_what_it_says():
             norms = [np.hypot(*map(np.linalg.norm, tree.values())) for tree in (off, exact)]
             each.append(norms[0] / norms[1])
         errors.append(max(each))
-    assert errors[0] == pytest.approx(costs(advice)["float16, mended"].price.error, rel=0.1)
+    assert errors[0] == pytest.approx(costs(advice)["float16, mended"].accuracy.error, rel=0.1)
     assert errors[0] < errors[1] / 2
 
 
 def test_where_half_precision_is_good_enough_there_is_no_plan(advice):
     """A network within the budget has no row more."""
     assert advice.plan is None
-    assert not any("mended" in cost.name for cost in advice.costs)
+    assert not any("mended" in cost.name for cost in advice.candidates)
 
 
 def test_a_card_without_bfloat16_is_given_float16(advice):
@@ -268,7 +268,7 @@ def test_on_a_cpu_all_cards_are_shown_if_none_is_asked_for(advice):
     alone."""
     asked = advise(network, PARAMS, BATCHES, card="T4")
     assert (len(advice.cards), asked.cards) == (len(CARDS), {})
-    for mine, own in zip(advice.cards["T4"], asked.costs, strict=True):
+    for mine, own in zip(advice.cards["T4"], asked.candidates, strict=True):
         assert (mine.name, mine.seconds) == (own.name, own.seconds)
     head, *rows = str(advice).partition("On other cards:\n")[2].splitlines()[: len(CARDS) + 1]
     assert head.split() == ["card", "float32", "bfloat16", "float16", "use"]
@@ -285,7 +285,7 @@ def test_it_says_from_which_batch_size_on_float16_needs_scaling(factor, needed):
     advice = advise(lambda p, x, y: network(p, x, y) * factor, PARAMS, BATCHES[:2])
     assert (advice.needs_scaling_from == 1) == needed
     assert ("and this batch size" in str(advice)) == needed
-    lost = {cost.name: cost.price.lost for cost in advice.costs}
+    lost = {cost.name: cost.accuracy.lost for cost in advice.candidates}
     assert (lost["float16, unscaled"] > 0.01) == needed
     assert lost["float16"] < 1e-3
 
@@ -299,7 +299,7 @@ def test_it_names_a_parameter_whose_small_gradient_is_lost():
 
     params = {"large": PARAMS, "small": {name: w / 2 for name, w in PARAMS.items()}}
     found = advise(loss, params, BATCHES)
-    assert costs(found)["float16, unscaled"].price.fits(0.01, 0.02)
+    assert costs(found)["float16, unscaled"].accuracy.fits(0.01, 0.02)
     assert found.needs_scaling_from == 1
     assert "Without it 'small/" in str(found)
 
@@ -335,7 +335,7 @@ def test_it_does_not_say_that_a_scale_helps_where_none_does(how):
         "rounding": lambda p, x, y: years({**p, "a": p["a"] * 4}, x, y),
     }[how]
     found = advise(loss, PARAMS, BATCHES)
-    assert not costs(found)["float16"].price.fits(0.01, 0.02)
+    assert not costs(found)["float16"].accuracy.fits(0.01, 0.02)
     assert found.needs_scaling_from is None
     assert "not that of small gradients: no loss scale helps" in str(found)
     assert "needs loss scaling" not in str(found)
@@ -386,8 +386,10 @@ def whole(params, batch, training=True):
 def test_a_batch_is_the_tuple_of_what_follows_the_parameters(loss, batches, advice):
     """Its elements are the arguments, optional ones too; an argument may be a tuple itself."""
     found = advise(loss, PARAMS, batches, progress=False)
-    prices = [cost.price for cost in found.costs]
-    np.testing.assert_allclose(prices, [cost.price for cost in advice.costs], rtol=0.02, atol=1e-9)
+    prices = [cost.accuracy for cost in found.candidates]
+    np.testing.assert_allclose(
+        prices, [cost.accuracy for cost in advice.candidates], rtol=0.02, atol=1e-9
+    )
 
 
 def penalised(params, x, y):
@@ -403,7 +405,7 @@ def forwards(params, x, y):
 def test_derivatives_inside_of_a_loss_are_measured_in_every_precision(loss):
     """So a gradient penalty and a derivative in forward mode are."""
     each = costs(advise(loss, PARAMS, BATCHES[:2]))
-    assert 0 < each["float16"].price.noise < each["bfloat16"].price.noise < 1
+    assert 0 < each["float16"].accuracy.noise < each["bfloat16"].accuracy.noise < 1
 
 
 DRAWS = itertools.cycle(np.float32([0, 1, -1]))  # as of `numpy.random`, but never twice the same

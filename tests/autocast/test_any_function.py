@@ -234,7 +234,7 @@ def jerk(w, x):
 def test_a_plan_measures_what_default_rules_cannot_see(loss, w):
     """Differences of near numbers that nothing in the program shows are right with a plan."""
     x = draw(0, 512, 32)
-    plan = gs.precision.tune(loss, w, [(x,)], max_error=0.005)
+    plan = gs.precision.find_plan(loss, w, [(x,)], max_error=0.005)
 
     @jax.jit
     def gradients(w):
@@ -545,10 +545,10 @@ def test_a_plan_measures_what_a_rounded_number_costs(dtype):
         return jnp.mean(h**2)
 
     exact = jax.jit(jax.grad(discounted))(w)
-    plan = gs.precision.tune(discounted, w, [()], dtype=dtype, max_error=0.005, progress=False)
+    plan = gs.precision.find_plan(discounted, w, [()], dtype=dtype, max_error=0.005, progress=False)
     found = jax.jit(jax.grad(gs.autocast(discounted, plan)))(w)
     assert jnp.linalg.norm(found - exact) <= 0.006 * jnp.linalg.norm(exact)
-    assert any(row.dtype == dtype for row in plan.operations)
+    assert any(row.dtype == dtype for row in plan.entries)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gainstage as gs
-from gainstage.precision import Plan, tune
+from gainstage.precision import Plan, find_plan
 
 
 def draw(number, *shape):
@@ -44,12 +44,14 @@ def priced(fun, numbers, scale=2.0**8):
 
 
 def dtypes(plan):
-    return [o.dtype for o in plan.operations if o.name == "dot_general"]
+    return [o.dtype for o in plan.entries if o.name == "dot_general"]
 
 
 @pytest.fixture(scope="module")
 def plan():
-    return tune(network, PARAMS, BATCHES, dtype="float8", max_noise=0.01, max_bias=0.1, card=None)
+    return find_plan(
+        network, PARAMS, BATCHES, dtype="float8", max_noise=0.01, max_bias=0.1, card=None
+    )
 
 
 def test_a_plan_with_float8_keeps_its_budget_on_other_batches(plan):
@@ -65,13 +67,15 @@ def test_a_plan_with_float8_keeps_its_budget_on_other_batches(plan):
 def test_shares_predict_the_plan(plan):
     """The noise is within a factor of 1.5 of the prediction."""
     assert plan.predicted.noise / 1.5 <= plan.measured.noise <= plan.predicted.noise * 1.5
-    rows = {o.line: o for o in plan.operations if o.dtype == "float8"}
+    rows = {o.line: o for o in plan.entries if o.dtype == "float8"}
     assert sum(o.noise for o in rows.values()) == pytest.approx(plan.predicted.noise, rel=0.02)
 
 
 def test_a_tighter_budget_has_fewer_products_in_float8():
     """With a thousandth of the noise none is left, and float16 serves."""
-    tight = tune(network, PARAMS, BATCHES, dtype="float8", max_noise=1e-5, max_bias=0.02, card=None)
+    tight = find_plan(
+        network, PARAMS, BATCHES, dtype="float8", max_noise=1e-5, max_bias=0.02, card=None
+    )
     assert set(dtypes(tight)) == {"float16"}
     assert "its share in float8" in str(tight)
     assert tight.measured.fits(1e-5, 0.02)
@@ -86,9 +90,9 @@ def large(params, x, y):
 
 def test_a_product_that_float16_does_not_hold_is_in_bfloat16():
     """It is within the budget there; the others are in float16, and the plan is saved and run."""
-    found = tune(large, PARAMS, BATCHES)
+    found = find_plan(large, PARAMS, BATCHES)
     assert dtypes(found) == ["float16", "bfloat16", "float16"]
-    row = next(o for o in found.operations if o.dtype == "bfloat16")
+    row = next(o for o in found.entries if o.dtype == "bfloat16")
     assert row.reason == "it is too large"
     assert found.measured.fits(0.01, 0.02)
     assert Plan.from_json(found.to_json()) == found
@@ -98,12 +102,12 @@ def test_a_product_that_float16_does_not_hold_is_in_bfloat16():
 
 def test_a_card_without_bfloat16_has_no_product_in_it():
     """On a T4 the product that float16 does not hold stays in float32."""
-    assert dtypes(tune(large, PARAMS, BATCHES, card="T4")) == ["float16", "float32", "float16"]
+    assert dtypes(find_plan(large, PARAMS, BATCHES, card="T4")) == ["float16", "float32", "float16"]
 
 
 def test_a_product_in_bfloat16_counts_for_the_budget():
     """Where bfloat16 is too far off, the product stays in float32."""
-    found = tune(large, PARAMS, BATCHES, max_noise=1e-5, max_bias=1e-3)
+    found = find_plan(large, PARAMS, BATCHES, max_noise=1e-5, max_bias=1e-3)
     assert "bfloat16" not in dtypes(found)
     assert dtypes(found)[1] == "float32"
 
@@ -111,23 +115,23 @@ def test_a_product_in_bfloat16_counts_for_the_budget():
 def test_products_that_gain_nothing_on_the_card_stay_in_half():
     """Width 32 is too small for float8 on an H100; an A100 has no float8."""
     for card in ("H100", "A100"):
-        found = tune(network, PARAMS, BATCHES[:2], dtype="float8", card=card)
+        found = find_plan(network, PARAMS, BATCHES[:2], dtype="float8", card=card)
         assert set(dtypes(found)) == {"float16"}
-        rows = [o for o in found.operations if o.name == "dot_general"]
+        rows = [o for o in found.entries if o.name == "dot_general"]
         assert {o.reason for o in rows} == {"float8 gains nothing"}
 
 
 def test_a_bound_of_the_error_holds_on_each_batch():
     """Also on a batch whose numbers are harder to hold; equal batches are enough for it."""
     hard = BATCHES[0][0] * 40 + 300, BATCHES[0][1]
-    found = tune(network, PARAMS, [BATCHES[0], hard, BATCHES[1]], max_error=0.001)
+    found = find_plan(network, PARAMS, [BATCHES[0], hard, BATCHES[1]], max_error=0.001)
     half = gs.autocast(network, found)
     run = jax.jit(jax.grad(lambda p, x, y: half(p, x, y) * 2**8))
     for batch in (BATCHES[0], hard, BATCHES[1]):
         exact = vector(jax.jit(jax.grad(network))(PARAMS, *batch))
         off = vector(run(PARAMS, *batch)) / 2**8 - exact
         assert np.linalg.norm(off) <= 0.001 * np.linalg.norm(exact)
-    assert tune(network, PARAMS, [BATCHES[0]] * 2, max_error=0.005).measured.error <= 0.005
+    assert find_plan(network, PARAMS, [BATCHES[0]] * 2, max_error=0.005).measured.error <= 0.005
 
 
 def test_a_narrow_layer_of_a_loop_stays_in_half():
@@ -140,7 +144,7 @@ def test_a_narrow_layer_of_a_loop_stays_in_half():
 
     ws = [draw(1, 12, 64) / 3, draw(2, 64, 64) / 8]
     xs = [(draw(10 + i, 32, 12),) for i in range(4)]
-    found = tune(loss, ws, xs, dtype="float8", card=None, max_noise=1.0, max_bias=1.0)
+    found = find_plan(loss, ws, xs, dtype="float8", card=None, max_noise=1.0, max_bias=1.0)
     assert dtypes(found) == ["float8"]
     text = str(jax.make_jaxpr(gs.autocast(loss, found))(ws, *xs[0]))
     assert "f16[32,64] = dot_general" in text  # [32, 12] x [12, 64]
@@ -150,7 +154,7 @@ def test_a_narrow_layer_of_a_loop_stays_in_half():
 
 def test_a_file_of_a_plan_is_json_also_where_a_share_is_not_finite(plan, tmp_path):
     """inf and NaN, which JSON has not, are written as text and null, and read again."""
-    rows = [o._replace(error=np.inf, noise=np.nan) for o in plan.operations]
+    rows = [o._replace(error=np.inf, noise=np.nan) for o in plan.entries]
     other = Plan(plan.dtype, rows, plan.predicted, plan.measured._replace(bias=np.inf))
     other.save(tmp_path / "plan.json")
     text = (tmp_path / "plan.json").read_text()
@@ -166,8 +170,8 @@ def test_a_plan_with_float8_is_saved_and_loaded(plan, tmp_path):
     plan.save(path)
     assert Plan.load(path) == plan
     assert str(Plan.load(path)) == str(plan)
-    tanh = next(o for o in plan.operations if o.name == "tanh")
-    rows = [o._replace(dtype="float8") if o is tanh else o for o in plan.operations]
+    tanh = next(o for o in plan.entries if o.name == "tanh")
+    rows = [o._replace(dtype="float8") if o is tanh else o for o in plan.entries]
     Plan(plan.dtype, rows).save(path)
     with pytest.raises(ValueError, match="plan of version 3"):
         Plan.load(path)
@@ -202,7 +206,7 @@ def test_a_plan_with_float8_is_mended():
     those in float8 that are within the bounds."""
     hard = BATCHES[0][0] * 40 + 300, BATCHES[0][1]
     loose = {"dtype": "float8", "max_noise": 0.05, "max_bias": 0.3, "card": None}
-    half = gs.autocast(network, tune(network, PARAMS, BATCHES, **loose))
+    half = gs.autocast(network, find_plan(network, PARAMS, BATCHES, **loose))
     assert set(dtypes(half.plan)) == {"float8"}
     assert gs.audit(half, PARAMS, *hard, scale=2.0**8).is_off
     mended = gs.mend(half, PARAMS, *hard, scale=2.0**8)
@@ -225,7 +229,7 @@ def test_what_has_no_noise_or_no_bounds_is_an_error(mistake):
     """Batches and bounds are checked where they enter."""
     args, options, words = MISTAKES[mistake]
     with pytest.raises((TypeError, ValueError), match=words):
-        tune(network, PARAMS, *args, **options)
+        find_plan(network, PARAMS, *args, **options)
 
 
 def test_a_model_with_batch_axes_keeps_them_in_half():
@@ -235,7 +239,7 @@ def test_a_model_with_batch_axes_keeps_them_in_half():
         h = (x @ params["a"]).reshape(2, 32, 32)
         return jnp.mean(jnp.einsum("bij,bkj->bik", h, h) ** 2)
 
-    found = tune(
+    found = find_plan(
         attends, PARAMS, [(x,) for x, _ in BATCHES[:2]], dtype="float8", card=None, max_bias=9.0,
         max_noise=9.0,
     )  # fmt: skip

@@ -47,7 +47,7 @@ def measured():
     }
     batches = [(normal(10 + i, 64, 16), normal(20 + i, 64, 4)) for i in range(4)]
     advice = gs.advise(loss_fn, params, batches, progress=False)
-    plan = gs.precision.tune(loss_fn, params, batches, progress=False)
+    plan = gs.precision.find_plan(loss_fn, params, batches, progress=False)
     field = {"frequencies": 30 * normal(0, 3, 64), "out": normal(1, 64) / 8}
     x = normal(2, 256, 3)
     with jax.default_matmul_precision("highest"):
@@ -59,9 +59,9 @@ def measured():
     size = float(jnp.linalg.norm(exact))
     seen = gs.xray(gs.autocast(loss_fn), params, *batches[0], scale=1.0)
     return {
-        "costs": {cost.name: cost.price for cost in advice.costs},
+        "costs": {cost.name: cost.accuracy for cost in advice.candidates},
         "table": str(advice),
-        "shares": [operation.error for operation in plan.operations if "dot" in operation.name],
+        "shares": [operation.error for operation in plan.entries if "dot" in operation.name],
         "angles": {name: value / size for name, value in found.items()},
         "recommended": advice.recommended.name,
         "xray": max(seen.gradient_errors.values()),

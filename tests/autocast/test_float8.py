@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
-from gainstage.precision import Plan, tune
+from gainstage.precision import Plan, find_plan
 
 
 def draw(number, *shape):
@@ -29,8 +29,8 @@ def integers(number, *shape):
 
 def in_float8(fun, *args):
     """The function with all its products in float8."""
-    plan = tune(fun, args[0], [args[1:]], max_error=1e9, progress=False)
-    rows = [o._replace(dtype="float8") if o.name == "dot_general" else o for o in plan.operations]
+    plan = find_plan(fun, args[0], [args[1:]], max_error=1e9, progress=False)
+    rows = [o._replace(dtype="float8") if o.name == "dot_general" else o for o in plan.entries]
     return gs.autocast(fun, Plan(plan.dtype, rows))
 
 

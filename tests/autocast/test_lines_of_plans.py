@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import gainstage as gs
-from gainstage.precision import Plan, tune
+from gainstage.precision import Plan, find_plan
 
 BOUND = 0.005
 # Features with a mean of 300, which is subtracted after the first product: float16 is 10 % off.
@@ -88,7 +88,7 @@ def lowered(loss, plan):
 
 
 def tuned(loss, *args):
-    return tune(loss, args[0], [args[1:]], max_error=BOUND, progress=False)
+    return find_plan(loss, args[0], [args[1:]], max_error=BOUND, progress=False)
 
 
 def error(loss, half, params, *batch, scale=2.0**8):
@@ -126,7 +126,7 @@ def test_each_call_of_a_function_is_a_line_of_its_own(measured):
     """One function computes three products, in a loop and compiled. The first alone is in float32,
     and each row says from which line the function is called."""
     _, plan = measured
-    products = {o.line: o.dtype for o in plan.operations if o.text == "return x @ w"}
+    products = {o.line: o.dtype for o in plan.entries if o.text == "return x @ w"}
     assert products == {
         "losses.py:7 from losses.py:15": "float32",
         "losses.py:7 from losses.py:11": "float16",
@@ -178,7 +178,9 @@ def test_a_plan_is_refused_after_an_edit_of_a_line(measured, old, new, line, tmp
     """The error names the first line that is not there, with its code, and how to go on."""
     other = written(tmp_path / "edited", MODULE.replace(old, new))
     named = rf"losses\.py:7 from losses\.py:{line} \(`return x @ w`\)"
-    with pytest.raises(ValueError, match=rf"{named}; got one that lacks 3 of its 8 rows.*tune"):
+    with pytest.raises(
+        ValueError, match=rf"{named}; got one that lacks 3 of its 8 rows.*find_plan"
+    ):
         gs.autocast(other.loss, measured[1])(*arguments())
 
 
@@ -187,7 +189,7 @@ def test_code_without_text_has_the_numbers_of_its_lines():
     scope = {}
     exec(compile(MODULE, "<string>", "exec"), scope)
     plan = tuned(scope["loss"], *arguments())
-    assert {o.text for o in plan.operations if o.name == "dot_general"} == {"7"}
+    assert {o.text for o in plan.entries if o.name == "dot_general"} == {"7"}
     assert json.loads(plan.to_json())["operations"][0]["line"] == "<string>:7"
     half = gs.autocast(scope["loss"], Plan.from_json(plan.to_json()))
     assert error(scope["loss"], half, *arguments()) <= BOUND
@@ -274,7 +276,7 @@ def test_a_plan_of_a_model_holds_for_more_layers(library):
     batch = 0.7 * draw(5, 128, 48) + OFFSET
     loss, params = of_library(library, 2)
     plan = tuned(loss, params, batch)
-    products = [o.dtype for o in plan.operations if o.name == "dot_general"]
+    products = [o.dtype for o in plan.entries if o.name == "dot_general"]
     assert sorted(set(products)) == ["float16", "float32"]
     deeper, more = of_library(library, 3)
     half = gs.autocast(deeper, Plan.from_json(plan.to_json()))

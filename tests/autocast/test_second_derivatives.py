@@ -45,7 +45,7 @@ FUNCTIONS = {
     "a sigmoid of a power": lambda h, w: jax.nn.sigmoid(h**2 * w["factor"]),
     "a broadcast factor": lambda h, w: h * w["factor"],
     "a normalisation": normalised,
-    "a kernel": lambda h, w: gs.in_half(jnp.tanh)(h),
+    "a kernel": lambda h, w: gs.half_only(jnp.tanh)(h),
 }
 
 
@@ -80,7 +80,7 @@ def test_second_derivatives_are_those_of_float32(function):
 
 def test_a_gradient_of_a_state_is_differentiated_again():
     """`gs.value_and_grad` inside of a loss has the second derivatives of `jax.grad`."""
-    loss, tx = loss_of(FUNCTIONS["gelu"]), gs.loss_scaled(optax.sgd(0.1))
+    loss, tx = loss_of(FUNCTIONS["gelu"]), gs.with_loss_scale(optax.sgd(0.1))
     state = tx.init(W)
 
     def square(grad):

@@ -167,7 +167,7 @@ def test_a_plan_of_coordinates_is_mended_near_a_solution():
         return jnp.mean((sampled - target) ** 2)
 
     start = {"turn": jnp.eye(2), "shift": jnp.zeros(2)}
-    plan = gs.precision.tune(loss, start, [(image(i),) for i in (4, 5, 6)], progress=False)
+    plan = gs.precision.find_plan(loss, start, [(image(i),) for i in (4, 5, 6)], progress=False)
     near = {"turn": TURN + 1e-4, "shift": SHIFT + 0.05}
     planned = gs.autocast(loss, plan, loss_scale=SCALE)
     mended = gs.mend(planned, near, IMAGE, bounds=(0.002, 0.02, 0.1))

@@ -230,7 +230,7 @@ def test_the_live_object_and_the_rule_know_each_other():
         live.update(rule.init(), True)
     takers = [
         lambda rule: gs.optimizers.LossScaleOptimizer(SGD(), loss_scale=rule),
-        lambda rule: gs.loss_scaled(optax.sgd(0.1), rule),
+        lambda rule: gs.with_loss_scale(optax.sgd(0.1), rule),
     ]
     for take in takers:
         with pytest.raises(TypeError, match=r"not be shared. Write loss_scale=scale.rule"):

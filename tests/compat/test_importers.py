@@ -101,9 +101,9 @@ def test_an_imported_rule_is_saved_by_its_arguments():
 
 @pytest.mark.parametrize("telemetry", [False, True])
 def test_an_imported_scale_is_put_into_a_chain(telemetry):
-    """`optax.tree.set` replaces the state of the rule, wherever `loss_scaled` stands."""
+    """`optax.tree.set` replaces the state of the rule, wherever `with_loss_scale` stands."""
     rule, state = importers.from_torch(TORCH["steps"][0]["state"])
-    made = gs.loss_scaled(optax.adam(0.1), gs.DynamicLossScale(8.0), telemetry=telemetry)
+    made = gs.with_loss_scale(optax.adam(0.1), gs.DynamicLossScale(8.0), telemetry=telemetry)
     tx = optax.chain(made, optax.scale(2.0))
     before = tx.init(jnp.ones(2))
     after = optax.tree.set(before, rule_state=state)

@@ -1,4 +1,4 @@
-"""Every transformation of optax under `loss_scaled` does bit for bit what it does alone."""
+"""Every transformation of optax under `with_loss_scale` does bit for bit what it does alone."""
 
 import functools
 import inspect
@@ -229,7 +229,7 @@ def test_scaled_run_is_bit_equal_to_a_plain_one(name):
     tx = optax.with_extra_args_support(make(name))
     plain, params, state = stepping(name, tx, lambda _: jax.value_and_grad(loss))
     differentiate = functools.partial(gs.value_and_grad, with_small(loss))
-    scaled, scaled_params, scaled_state = stepping(name, gs.loss_scaled(tx), differentiate)
+    scaled, scaled_params, scaled_state = stepping(name, gs.with_loss_scale(tx), differentiate)
     for factor in (1.0, 1.0, np.inf, 1.0):
         before = scaled_params, scaled_state.inner
         scaled_params, scaled_state = scaled(scaled_params, scaled_state, jnp.float32(factor))

@@ -92,7 +92,7 @@ def joined(params):
 def in_optax(case, scaler):
     """The run as an optax loop."""
     clip = optax.clip_by_global_norm(CLIP) if case == "clipping" else optax.identity()
-    tx = gs.loss_scaled(optax.chain(clip, optax.sgd(RATE)), loss_scale=rule(scaler))
+    tx = gs.with_loss_scale(optax.chain(clip, optax.sgd(RATE)), loss_scale=rule(scaler))
     params, window, every = first_params(), [], 2 if case == "accumulation" else 1
     state = tx.init(params)
     update = jax.jit(tx.update)
@@ -185,7 +185,7 @@ def test_accumulation_in_a_scan():
     that of all of it, and the schedule and the scale count windows."""
     scaler, rates = Scaler(128.0, interval=1), []
     schedule = optax.piecewise_constant_schedule(RATE, {2: 0.5})
-    tx = gs.loss_scaled(optax.sgd(schedule), rule(scaler), telemetry=True)
+    tx = gs.with_loss_scale(optax.sgd(schedule), rule(scaler), telemetry=True)
     params, skipped = first_params(), BAD // 2
     state, update = tx.init(params), jax.jit(tx.update)
     for first in range(0, BATCHES, 2):
@@ -228,7 +228,7 @@ def test_scale_and_count(options):
 def test_gradients_are_unscaled_once():
     """`value_and_grad` returns true gradients, which may be read and clipped before `update`; where
     torch refuses a second `unscale_`, there is no other call that would divide."""
-    tx = gs.loss_scaled(optax.sgd(1.0))
+    tx = gs.with_loss_scale(optax.sgd(1.0))
     params = {"w": jnp.float32(3.0)}
     state = tx.init(params)
     value, grads = gs.value_and_grad(lambda p: 2 * p["w"], state)(params)
@@ -240,7 +240,7 @@ def test_gradients_are_unscaled_once():
 def test_update_with_a_new_scale():
     """A scale that is set is in force at once; the count of finite steps goes on, as in torch."""
     scaler = Scaler(4.0, interval=3)
-    tx, var = gs.loss_scaled(optax.sgd(1.0), loss_scale=rule(scaler)), Variable(1.0)
+    tx, var = gs.with_loss_scale(optax.sgd(1.0), loss_scale=rule(scaler)), Variable(1.0)
     opt = LossScaleOptimizer(SGD(1.0), loss_scale=rule(scaler))
     state, update = tx.init(jnp.float32(1.0)), jax.jit(tx.update)
     for new_scale in (None, 32.0, None, None):
@@ -299,12 +299,12 @@ def test_several_optimizers():
     params = {"one": jnp.float32(1.0), "two": jnp.float32(1.0)}
     grads = {"one": jnp.float32(jnp.inf), "two": jnp.float32(1.0)}
     parts = {"one": optax.sgd(0.5), "two": optax.sgd(0.25)}
-    both = gs.loss_scaled(optax.multi_transform(parts, {"one": "one", "two": "two"}))
+    both = gs.with_loss_scale(optax.multi_transform(parts, {"one": "one", "two": "two"}))
     updates, state = both.update(grads, both.init(params), params)
     assert jax.tree.map(float, updates) == {"one": 0.0, "two": 0.0}
     assert float(current_scale(state)) == 2.0**14
     for part, update, scale in (("one", 0.0, 2.0**14), ("two", -0.25, 2.0**15)):
-        tx = gs.loss_scaled(parts[part])
+        tx = gs.with_loss_scale(parts[part])
         got, state = tx.update(grads[part], tx.init(params[part]), params[part])
         assert (float(got), float(current_scale(state))) == (update, scale)
 

@@ -62,8 +62,8 @@ def uncompiled(form):
     """A function of a bool that takes an eager step, on NaN where it does not hold."""
     values = [jnp.ones((64, 64), jnp.float16), jnp.ones(3)]  # rows of the first are read in a loop
     bad = [values[0] * jnp.nan, values[1]]
-    if form == "loss_scaled":
-        tx = gs.loss_scaled(optax.adam(0.1), telemetry=True)
+    if form == "with_loss_scale":
+        tx = gs.with_loss_scale(optax.adam(0.1), telemetry=True)
         state = [tx.init(values)]
 
         def step(good):
@@ -85,7 +85,7 @@ def uncompiled(form):
     return step
 
 
-UNCOMPILED = ["loss_scaled", "apply", "stateless_apply"]
+UNCOMPILED = ["with_loss_scale", "apply", "stateless_apply"]
 
 
 @pytest.mark.parametrize("form", UNCOMPILED)
@@ -387,7 +387,7 @@ def test_the_first_step_counts_and_compiles_the_only_program():
     """flax starts above float16's largest number and with a weak type; ours with neither."""
     traces = []
     params = {"w": jnp.ones(4, jnp.float16)}
-    tx = gs.loss_scaled(optax.sgd(0.25))
+    tx = gs.with_loss_scale(optax.sgd(0.25))
     state = tx.init(params)
 
     @jax.jit

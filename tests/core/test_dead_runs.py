@@ -24,7 +24,7 @@ def loss_fn(w, x):
 
 def trained(transformation, donate=True):
     """A function that takes one `train_step`."""
-    tx = gs.loss_scaled(optax.sgd(0.1))
+    tx = gs.with_loss_scale(optax.sgd(0.1))
     tx = tx if transformation is None else optax.chain(tx, transformation)
     state, step = gs.TrainState.create(jnp.ones(3), tx), gs.train_step(loss_fn, donate=donate)
 

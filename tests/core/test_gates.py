@@ -101,10 +101,11 @@ def test_programs_grow_linearly(few):
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1, 0.9), optax.adam(0.01)], ids=["sgd", "adam"])
 def test_an_optax_loop_stores_nothing_on_the_way(tx, monkeypatch):
-    """`loss_scaled` in an optax loop: what is kept is decided in the kernels that compute it."""
+    """`with_loss_scale` in an optax loop: what is kept is decided in the kernels that compute
+    it."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)  # else gradients may be on several
     params = {f"w{i}": jnp.ones(shape) for i, shape in enumerate(SHAPES)}
-    tx = gs.loss_scaled(tx)
+    tx = gs.with_loss_scale(tx)
 
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)

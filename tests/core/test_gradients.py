@@ -200,7 +200,7 @@ def test_a_plain_factor_divides_in_float32():
 def test_gradients_are_divided_by_the_scale_they_were_made_with():
     """mpx halves loss and gradient on every growth step; ours unscales with the old scale."""
     rule = gs.DynamicLossScale(8.0, increment_period=1)
-    tx = gs.loss_scaled(optax.sgd(1.0), rule)
+    tx = gs.with_loss_scale(optax.sgd(1.0), rule)
     params = jnp.float32(1.0)
     state = tx.init(params)
     for _ in range(3):
@@ -225,7 +225,7 @@ def test_float64_gradients_keep_their_digits():
     """flax hands out float64 gradients cut to float32; ours keep all their digits."""
     with jax.enable_x64(True):
         params = jnp.float64(1 / 3)
-        state = gs.loss_scaled(optax.sgd(0.1)).init(params)
+        state = gs.with_loss_scale(optax.sgd(0.1)).init(params)
         loss, grads = gs.value_and_grad(lambda w: w * w, state)(params)
         assert (float(loss), float(grads)) == (float(params * params), float(2 * params))
 

@@ -57,7 +57,7 @@ def train_step():
 
 def three_calls():
     """The same loop of bricks."""
-    tx = gs.loss_scaled(optax.sgd(RATE, 0.5), telemetry=True)
+    tx = gs.with_loss_scale(optax.sgd(RATE, 0.5), telemetry=True)
 
     @jax.jit
     def step(params, opt_state, x):

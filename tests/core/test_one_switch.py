@@ -124,13 +124,15 @@ def of_loop(tx, differentiate):
 
 def optax_loop(dtype):
     loss_fn = gs.autocast(squares, dtype)
-    return of_loop(gs.loss_scaled(optax.adam(0.01)), lambda s: gs.value_and_grad(loss_fn, s))
+    return of_loop(gs.with_loss_scale(optax.adam(0.01)), lambda s: gs.value_and_grad(loss_fn, s))
 
 
 def trainer(dtype):
     """A trainer that differentiates by itself, with both lines of the page."""
     loss_fn = gs.autocast(squares, dtype, loss_scale=2.0**15)
-    return of_loop(gs.loss_scaled(optax.adam(0.01), None), lambda _: jax.value_and_grad(loss_fn))
+    return of_loop(
+        gs.with_loss_scale(optax.adam(0.01), None), lambda _: jax.value_and_grad(loss_fn)
+    )
 
 
 def keras_fit(dtype):
@@ -291,7 +293,7 @@ def test_a_batch_of_the_shape_of_the_weights_hides_nothing(way, dtype):
     """An array that might be a gradient is in the program; that no scale was used is seen still."""
     w = x = jnp.eye(16) + 0.1
     loss_fn = gs.autocast(lambda w, x: jnp.mean((x @ w) ** 2), dtype)
-    tx = gs.loss_scaled(optax.sgd(0.1))
+    tx = gs.with_loss_scale(optax.sgd(0.1))
 
     @jax.jit
     def loop(opt_state, w, x):

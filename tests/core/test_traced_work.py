@@ -23,13 +23,13 @@ def loss_fn(params, x):
 
 def update():
     """`update` of a scaled Adam."""
-    tx = gs.loss_scaled(optax.adam(0.1))
+    tx = gs.with_loss_scale(optax.adam(0.1))
     return tx.update, (PARAMS, tx.init(PARAMS), PARAMS)
 
 
 def loop():
     """An optax loop: loss, gradients, update and new parameters."""
-    tx = gs.loss_scaled(optax.adam(0.1))
+    tx = gs.with_loss_scale(optax.adam(0.1))
 
     def step(params, state, x):
         loss, grads = gs.value_and_grad(loss_fn, state)(params, x)

@@ -122,7 +122,7 @@ def test_dropout_is_refused(page):
 
 
 def test_a_library_that_chooses_a_kernel_by_itself():
-    """As Tokamax: in float32 it takes a slower way without a word, under `in_half` the kernel."""
+    """As Tokamax: in float32 it takes a slower way without a word, under `half_only` the kernel."""
     taken = []
 
     def mosaic(query, key, value):  # in place of Tokamax's kernel for a GPU
@@ -151,7 +151,7 @@ def test_a_library_that_chooses_a_kernel_by_itself():
     exact = jax.grad(functools.partial(loss, dot_product_attention))(x)
     jax.grad(gs.autocast(functools.partial(loss, dot_product_attention)))(x)
     assert set(taken) == {"XLA"}
-    attend = gs.in_half(dot_product_attention)
+    attend = gs.half_only(dot_product_attention)
     found = jax.grad(gs.autocast(functools.partial(loss, attend)))(x)
     assert taken[-1] == "kernel"
     assert error(found, exact) < 2e-3

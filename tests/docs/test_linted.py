@@ -49,7 +49,7 @@ def test_the_example_of_reinforcement_learning(monkeypatch):
 def test_a_transformation_of_optax(name, monkeypatch):
     """The step of the table of conformance, of every public transformation."""
     monkeypatch.setattr(test_optax, "one_by_one", lambda step, *_: step)
-    tx = gs.loss_scaled(optax.with_extra_args_support(test_optax.make(name)))
+    tx = gs.with_loss_scale(optax.with_extra_args_support(test_optax.make(name)))
     differentiate = functools.partial(gs.value_and_grad, test_optax.loss)
     step, params, state = test_optax.stepping(name, tx, differentiate)
     assert wrong(gs.lint(step, params, state, jnp.float32(1.0))) == []

@@ -158,7 +158,7 @@ def test_a_trainer_that_differentiates_by_itself():
 
     params, _, _ = arrays()
     half = gs.autocast(loss_fn, loss_scale=2.0**15)
-    tx = gs.loss_scaled(optax.adam(0.02), gs.FixedLossScale(1.0))
+    tx = gs.with_loss_scale(optax.adam(0.02), gs.FixedLossScale(1.0))
     trained = trainer(half, tx, params, BATCHES)
     assert loss_fn(trained, X, Y) < 0.2 * loss_fn(params, X, Y)
 

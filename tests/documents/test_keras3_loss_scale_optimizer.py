@@ -1747,7 +1747,7 @@ def test_several_losses_are_summed_by_the_user():
     """A tuple or list of losses is a TypeError that says to sum them."""
     failing(TypeError, "Sum several losses", wrapped().scale_loss, (1.0, 2.0))
     w = jnp.float32(3.0)
-    state = gs.loss_scaled(optax.sgd(0.5), gs.FixedLossScale(8.0)).init(w)
+    state = gs.with_loss_scale(optax.sgd(0.5), gs.FixedLossScale(8.0)).init(w)
     for losses in (lambda w: (w, 2 * w), lambda w: [w, 2 * w]):
         failing(TypeError, "Expected a scalar loss", gs.value_and_grad(losses, state), w)
     loss, gradient = gs.value_and_grad(lambda w: w + 2 * w, state)(w)
@@ -1770,7 +1770,7 @@ def test_schedule_free_parameters_are_in_the_inner_state():
     tx = optax.contrib.schedule_free_sgd(0.25)
     averaged = optax.contrib.schedule_free_eval_params
     params, state = trained(tx, lambda loss, _: jax.value_and_grad(loss))
-    scaled_params, scaled_state = trained(gs.loss_scaled(tx), gs.value_and_grad)
+    scaled_params, scaled_state = trained(gs.with_loss_scale(tx), gs.value_and_grad)
     assert averaged(scaled_state.inner, scaled_params).tolist() == averaged(state, params).tolist()
     assert averaged(state, params).tolist() != params.tolist()
 

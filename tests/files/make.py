@@ -14,7 +14,7 @@ import optax
 import gainstage as gs
 from gainstage.diagnostics import JsonLines, StepRecorder
 from gainstage.optimizers import SGD
-from gainstage.precision import tune
+from gainstage.precision import find_plan
 
 SLOPE = np.array([1.0, -1.0], np.float32)
 TWO_STEPS = [0.375, 2.625]  # of [1, 2] - 0.25 * SLOPE with a momentum of 0.5
@@ -79,7 +79,7 @@ def main(folder):
     opt.save_own_variables(store)
     np.savez(folder / "optimizer.npz", w=w.numpy(), **store)
     recorded(folder)
-    tune(planned, jnp.ones((16, 16)), [(jnp.ones((32, 16)),)], max_error=0.005).save(
+    find_plan(planned, jnp.ones((16, 16)), [(jnp.ones((32, 16)),)], max_error=0.005).save(
         folder / "plan.json"
     )
     fitted = model()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gainstage as gs
-from gainstage.interop.keras import advise, autocast, tune
+from gainstage.interop.keras import advise, autocast, find_plan
 
 X = np.random.default_rng(0).normal(size=(2, 128, 64)).astype("float32")
 BATCHES = [(X + i, np.ones((2, 128, 1), "float32")) for i in range(2)]
@@ -85,11 +85,11 @@ def test_the_calls_are_those_of_the_policy():
 
 @pytest.mark.usefixtures("gpu")
 def test_a_plan_and_advice_know_the_kernel(monkeypatch):
-    """`tune` before `autocast` has a line for it, `fit` uses that plan, and `advise` counts less
-    memory for float16 than for attention that is written out, as on a CPU."""
+    """`find_plan` before `autocast` has a line for it, `fit` uses that plan, and `advise` counts
+    less memory for float16 than for attention that is written out, as on a CPU."""
     model = attention()
-    plan = tune(model, BATCHES, progress=False)
-    assert [o.dtype for o in plan.operations if o.name == "in_half"] == ["float16"]
+    plan = find_plan(model, BATCHES, progress=False)
+    assert [o.dtype for o in plan.entries if o.name == "half_only"] == ["float16"]
     model = autocast(model, plan)
     model.compile("sgd", "mse")
     assert cudnn.dtypes_of_calls(*gradients(model)) == [["f16"] * 3] * 2
@@ -97,7 +97,7 @@ def test_a_plan_and_advice_know_the_kernel(monkeypatch):
     assert losses[-1] < losses[0]
 
     def kept(model):
-        costs = advise(model, BATCHES, progress=False).costs
+        costs = advise(model, BATCHES, progress=False).candidates
         return next(cost.kept for cost in costs if cost.name == "float16")
 
     with_kernel = kept(attention())
@@ -128,7 +128,7 @@ def test_a_cpu_computes_as_before():
 
 
 def test_a_layer_with_a_kernel_of_its_own(monkeypatch):
-    """A layer that calls an `in_half` function trains in `fit`, with a plan."""
+    """A layer that calls an `half_only` function trains in `fit`, with a plan."""
     cudnn.use(monkeypatch)
 
     def plain(q, k, v):
@@ -137,7 +137,7 @@ def test_a_layer_with_a_kernel_of_its_own(monkeypatch):
     def fused(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
 
-    attend = gs.in_half(fused, float32=plain)
+    attend = gs.half_only(fused, float32=plain)
 
     class Attention(keras.layers.Layer):
         def build(self, shape):
@@ -154,8 +154,8 @@ def test_a_layer_with_a_kernel_of_its_own(monkeypatch):
     model.compile("sgd", "mse")
     exact, weights = gradients(model)
     expected = exact(weights)
-    plan = tune(model, BATCHES, progress=False)
-    assert [o.dtype for o in plan.operations if o.name == "in_half"] == ["float16"]
+    plan = find_plan(model, BATCHES, progress=False)
+    assert [o.dtype for o in plan.entries if o.name == "half_only"] == ["float16"]
     half, _ = gradients(autocast(model, "float16"))
     assert cudnn.dtypes_of_calls(half, weights) == [["f16"] * 3] * 2
     assert error(half(weights), expected) < 2e-3

@@ -40,7 +40,7 @@ def full():
 
 
 def prices(advice):
-    return [cost.price for cost in advice.costs]
+    return [cost.accuracy for cost in advice.candidates]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_it_measures_the_loss_of_compile_with_its_penalty(advice):
 
         return [np.asarray(g, "d") / scale for g in jax.jit(jax.grad(loss_fn))(weights)]
 
-    for cost in advice.costs:
+    for cost in advice.candidates:
         if cost.name in ("bfloat16", "float16"):
             errors = []
             for x, y in BATCHES:
@@ -70,7 +70,7 @@ def test_it_measures_the_loss_of_compile_with_its_penalty(advice):
                 exact = gradients(full(), 1.0, x, y)
                 off = [np.linalg.norm(h - e) for h, e in zip(half, exact, strict=True)]
                 errors.append(np.hypot.reduce(off) / np.hypot.reduce([*map(np.linalg.norm, exact)]))
-            assert max(errors) == pytest.approx(cost.price.error, rel=0.05)
+            assert max(errors) == pytest.approx(cost.accuracy.error, rel=0.05)
     assert advice.recommended.name == "bfloat16"
 
 
@@ -124,7 +124,7 @@ def test_it_says_nothing_of_a_chain_that_fit_has_not(advice):
 def test_the_lines_of_each_row_are_those_for_fit(advice):
     """Each row's lines compile a model that computes in its dtype, with the scaling of the row."""
     dtypes, scaled = {}, {}
-    for cost in advice.costs:
+    for cost in advice.candidates:
         code = "\n".join(cost.code).replace("...", 'loss="mse"')
         scope = {"model": full(), "optimizer": keras.optimizers.SGD(0.01)}
         exec(code, scope)

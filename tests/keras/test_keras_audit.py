@@ -204,7 +204,7 @@ def test_a_fit_mends_itself():
     assert len(said) == 1
     assert "test_keras_audit.py:" in said[0]
     assert "h = keras.ops.matmul(x + OFFSET, self.kernel)" in said[0]
-    assert audit.plan.operations
+    assert audit.plan.entries
     assert audit.audits.last.ok
     exact = shifted(dtype=None)
     wanted = exact.fit(X, y, batch_size=16, epochs=3, verbose=0)

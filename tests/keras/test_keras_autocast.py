@@ -14,7 +14,7 @@ import gainstage as gs
 
 keras = pytest.importorskip("keras")
 
-from gainstage.interop.keras import LossScaleOptimizer, autocast, compile, tune
+from gainstage.interop.keras import LossScaleOptimizer, autocast, compile, find_plan
 
 # Keras itself, where it saves a model or sets a rate with numpy 2.
 pytestmark = [
@@ -242,7 +242,11 @@ def test_a_model_that_is_compiled_and_trained_goes_on():
 def test_a_saved_model_goes_on(kind, with_plan, tmp_path):
     """A model that is saved and loaded, pickled or copied trains on to the same bits."""
     x, y = data()
-    plan = tune(built(kind), [(x, y)], max_error=0.005, progress=False) if with_plan else "float16"
+    plan = (
+        find_plan(built(kind), [(x, y)], max_error=0.005, progress=False)
+        if with_plan
+        else "float16"
+    )
     model = built(kind, plan)
     model.fit(x, y, 16, 1, verbose=0, shuffle=False)
     model.save(tmp_path / "model.keras")
@@ -350,7 +354,7 @@ def test_layers_that_the_policy_breaks():
 
 
 def test_a_plan_is_measured_on_the_loss_of_compile():
-    """`tune` keeps in float32 what rounding would spoil; `fit` then uses its plan."""
+    """`find_plan` keeps in float32 what rounding would spoil; `fit` then uses its plan."""
     x, y = data()
     x = 300 + x  # features with an offset
     losses, plans = [], []
@@ -360,11 +364,11 @@ def test_a_plan_is_measured_on_the_loss_of_compile():
         model = keras.Sequential([keras.Input((16,)), *layers])
         model.compile(adam(), "mse")
         if with_plan:
-            plan = tune(model, [(x[:64], y[:64])], max_error=0.005, progress=False)
+            plan = find_plan(model, [(x[:64], y[:64])], max_error=0.005, progress=False)
             assert model.optimizer is not None
             assert plan.measured.error <= 0.005
             autocast(model, plan)
-            assert plan.operations[0].dtype == "float32"
+            assert plan.entries[0].dtype == "float32"
             assert halves(model) > 0
             assert halves(model, training=False) == 0
             plans.append(plan)
@@ -388,9 +392,9 @@ def test_a_plan_keeps_a_budget_on_batches_of_a_dataset():
     model = keras.Sequential([keras.Input((32,)), *layers])
     model.compile("adam", "mse")
     bounds = {"max_noise": 0.05, "max_bias": 0.2, "card": None}
-    plan = tune(model, dataset(), dtype="float8", **bounds, progress=False)
+    plan = find_plan(model, dataset(), dtype="float8", **bounds, progress=False)
     assert plan.measured.fits(0.05, 0.2)
-    products = [o.dtype for o in plan.operations if o.name == "dot_general"]
+    products = [o.dtype for o in plan.entries if o.name == "dot_general"]
     assert products == ["float8", "float8"]  # the third, of one column, is no row
     model = autocast(model, plan)
     model.compile("adam", "mse")
@@ -402,7 +406,7 @@ def test_a_plan_keeps_a_budget_on_batches_of_a_dataset():
 def test_a_plan_of_another_model_is_refused():
     """A plan fits the model that it was measured on; the error names a layer that is not there."""
     x, y = data()
-    plan = tune(built("functional"), [(x, y)], max_error=0.005, progress=False)
+    plan = find_plan(built("functional"), [(x, y)], max_error=0.005, progress=False)
     model = built("sequential", plan)
     with pytest.raises(ValueError, match=r"the plan was made for, with dense\w* \(dot_general\)"):
         model.fit(x, y, verbose=0)
@@ -457,7 +461,7 @@ def test_what_is_refused():
     with pytest.raises(TypeError, match="Expected a Keras model; got 3"):
         autocast(3)
     with pytest.raises(TypeError, match="Expected a Keras model; got 3"):
-        tune(3, [data()])
+        find_plan(3, [data()])
     model = sequential()
     with pytest.raises(ValueError, match="got 'int8'"):
         autocast(model, "int8")
@@ -468,11 +472,11 @@ def test_what_is_refused():
     ):
         autocast(mixed)
     with pytest.raises(ValueError, match="built and compiled"):
-        tune(model, [data()])
+        find_plan(model, [data()])
     with pytest.raises(TypeError, match="list of batches"):
-        tune(built("functional"), data())
+        find_plan(built("functional"), data())
     with pytest.raises(ValueError, match="at least 2 batches; got 1"):
-        tune(built("functional"), [data()])
+        find_plan(built("functional"), [data()])
 
 
 @pytest.mark.filterwarnings("ignore:autocast has computed no product in float8")

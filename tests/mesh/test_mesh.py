@@ -472,12 +472,12 @@ def test_a_step_is_compiled_once(kind, inside):
 @pytest.mark.as_users
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 def test_an_optax_loop_keeps_its_layouts(kind):
-    """State of `loss_scaled` lies with its parameters from `init` on, scalars on all devices; the
-    check gathers nothing, and on Explicit axes it is one sum of 4 bytes."""
+    """State of `with_loss_scale` lies with its parameters from `init` on, scalars on all devices;
+    the check gathers nothing, and on Explicit axes it is one sum of 4 bytes."""
     mesh = mesh_of((4, 2), kind)
     layouts = layouts_on(mesh)[2:]
     params = put(random(np.random.default_rng(0), np.float16)[2:], layouts)
-    tx = gs.loss_scaled(optax.adam(0.1))
+    tx = gs.with_loss_scale(optax.adam(0.1))
     state = tx.init(params)
     adam = state.inner[0]
     for slots in (adam.mu, adam.nu):
@@ -648,7 +648,7 @@ def test_devices_in_shard_map_have_one_scale():
     """Under `shard_map` flax's devices drift apart after an inf on one; ours agree."""
     mesh, spec = jax.make_mesh((8,), ("data",)), PartitionSpec("data")
     params, data = jnp.float32(1.0), jnp.ones(8).at[1].set(jnp.inf)
-    tx = gs.loss_scaled(optax.sgd(0.5), gs.DynamicLossScale(1024.0))
+    tx = gs.with_loss_scale(optax.sgd(0.5), gs.DynamicLossScale(1024.0))
 
     def ours(x):
         state = tx.init(params)

@@ -1,4 +1,4 @@
-"""`train_step` and `loss_scaled` on a mesh of eight devices: shardings, collectives, ZeRO."""
+"""`train_step` and `with_loss_scale` on a mesh of eight devices: shardings, collectives, ZeRO."""
 
 import collections
 import itertools
@@ -23,12 +23,12 @@ AUTO_FIRST = pytest.mark.parametrize(
 )
 COLLECTIVE = r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\("
 OPTIMIZERS = {
-    "adam": lambda: gs.loss_scaled(optax.adam(0.1)),
-    "adaptive": lambda: gs.loss_scaled(optax.adam(0.1), gs.AdaptiveLossScale(), telemetry=True),
-    "accumulating": lambda: gs.loss_scaled(optax.MultiSteps(optax.adamw(0.1), 2)),
-    "factored": lambda: gs.loss_scaled(optax.adafactor(0.1, min_dim_size_to_factor=8)),
+    "adam": lambda: gs.with_loss_scale(optax.adam(0.1)),
+    "adaptive": lambda: gs.with_loss_scale(optax.adam(0.1), gs.AdaptiveLossScale(), telemetry=True),
+    "accumulating": lambda: gs.with_loss_scale(optax.MultiSteps(optax.adamw(0.1), 2)),
+    "factored": lambda: gs.with_loss_scale(optax.adafactor(0.1, min_dim_size_to_factor=8)),
     "inside": lambda: optax.chain(
-        gs.loss_scaled(optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9))),
+        gs.with_loss_scale(optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9))),
         optax.scale_by_schedule(lambda count: 1.0),
     ),
 }
@@ -180,7 +180,7 @@ def test_a_step_adds_no_collective(weights, slots, kind):
     optax has the same, without the all-reduce of the check: three where XLA shards it."""
     replicated, sharded = on_mesh(kind)
     loss, inner = loss_on(replicated), optax.adam(0.1)
-    tx = gs.loss_scaled(inner)
+    tx = gs.with_loss_scale(inner)
     params = params_on(sharded if weights == "sharded" else replicated, replicated)
     x = batch_on(sharded)
 
@@ -235,12 +235,12 @@ def test_divided_state_takes_the_same_steps(name, kind):
     shardings and every bit, overflows included; all steps run one program."""
     replicated, sharded = on_mesh(kind)
     transformations = {
-        "adam": lambda **over: gs.loss_scaled(optax.adam(0.1), **over),
-        "accumulating": lambda **over: gs.loss_scaled(
+        "adam": lambda **over: gs.with_loss_scale(optax.adam(0.1), **over),
+        "accumulating": lambda **over: gs.with_loss_scale(
             optax.MultiSteps(optax.adamw(0.1), 2), **over
         ),
         "inside": lambda **over: optax.chain(
-            gs.loss_scaled(optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)), **over),
+            gs.with_loss_scale(optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)), **over),
             optax.scale(1.0),
         ),
     }
@@ -293,7 +293,7 @@ def test_divided_state_is_that_of_its_parameter_with_more_axes(kind):
         return jax.device_put(jnp.ones(shape), NamedSharding(mesh, PartitionSpec(*entries)))
 
     params = {"a": put((64, 32), None, "model"), "b": [put((64, 32)), put((32, 64)), put((8,))]}
-    tx = gs.loss_scaled(optax.chain(optax.trace(0.9), optax.adam(0.1)), shard_state_over="data")
+    tx = gs.with_loss_scale(optax.chain(optax.trace(0.9), optax.adam(0.1)), shard_state_over="data")
     state = tx.init(params)
     adam = state.inner[1][0]
     for slots in (state.inner[0].trace, adam.mu, adam.nu):
@@ -341,7 +341,7 @@ def test_divided_state_in_a_loop_written_out(kind):
     replicated, sharded = on_mesh(kind)
     weights, loss = [], loss_on(replicated)
     for over in (None, ("data",)):
-        tx = gs.loss_scaled(optax.adam(0.1), shard_state_over=over)
+        tx = gs.with_loss_scale(optax.adam(0.1), shard_state_over=over)
         params = params_on(replicated, replicated)
         state = tx.init(params)
         shardings = [replicated] * 3 if kind is AxisType.Auto else ()
@@ -368,9 +368,9 @@ def test_axes_to_divide_state_over_are_checked():
     replicated, _ = on_mesh(AxisType.Auto)
     params = params_on(replicated)
     with pytest.raises(ValueError, match=r"\('data',\), for shard_state_over; got 'model'"):
-        gs.loss_scaled(optax.adam(0.1), shard_state_over="model").init(params)
+        gs.with_loss_scale(optax.adam(0.1), shard_state_over="model").init(params)
     with pytest.raises(ValueError, match=r"'data' needs a mesh.*jax.device_put\(value"):
-        gs.loss_scaled(optax.adam(0.1), shard_state_over="data").init(jnp.ones(8))
+        gs.with_loss_scale(optax.adam(0.1), shard_state_over="data").init(jnp.ones(8))
 
 
 @pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit])

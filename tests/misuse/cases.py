@@ -12,40 +12,40 @@ for x in ({batches}):
 """
 # Transformations of which `train_step` and `value_and_grad` see that they could hide an overflow.
 AROUND = {
-    "clip before it": "optax.chain(optax.clip(1.0), gs.loss_scaled(sgd))",
-    "clip_by_global_norm before it": "optax.chain(optax.clip_by_global_norm(1.0), gs.loss_scaled(sgd))",
-    "zero_nans before it": "optax.chain(optax.zero_nans(), gs.loss_scaled(sgd))",
-    "scale_by_sign before it": "optax.chain(optax.scale_by_sign(), gs.loss_scaled(sgd))",
-    "centralize before it": "optax.chain(optax.centralize(), gs.loss_scaled(sgd))",
-    "a masked clip before it": "optax.chain(optax.masked(optax.clip(1.0), True), gs.loss_scaled(sgd))",
-    "clip before it in a chain in a chain": "optax.chain(optax.chain(optax.clip(1.0), gs.loss_scaled(sgd)))",
-    "clip before it in a named chain": "optax.named_chain(('clip', optax.clip(1.0)), ('tx', gs.loss_scaled(sgd)))",
-    "MultiSteps around it": "optax.MultiSteps(gs.loss_scaled(sgd), 2)",
-    "apply_if_finite around it": "optax.apply_if_finite(gs.loss_scaled(sgd), 3)",
-    "mechanize around it": "optax.contrib.mechanize(gs.loss_scaled(sgd))",
-    "schedule_free around it": "optax.contrib.schedule_free(gs.loss_scaled(sgd), 0.1)",
-    "conditionally_transform around it": "optax.transforms.conditionally_transform(gs.loss_scaled(sgd), lambda n: n < 3)",
-    "masked around it": "optax.masked(gs.loss_scaled(sgd), True)",
-    "multi_transform around it": "optax.multi_transform({'a': gs.loss_scaled(sgd)}, 'a')",
-    "partition around it": "optax.partition({'a': gs.loss_scaled(sgd)}, 'a')",
-    "MultiSteps around a chain of it": "optax.MultiSteps(optax.chain(gs.loss_scaled(sgd), optax.scale(1.0)), 2)",
+    "clip before it": "optax.chain(optax.clip(1.0), gs.with_loss_scale(sgd))",
+    "clip_by_global_norm before it": "optax.chain(optax.clip_by_global_norm(1.0), gs.with_loss_scale(sgd))",
+    "zero_nans before it": "optax.chain(optax.zero_nans(), gs.with_loss_scale(sgd))",
+    "scale_by_sign before it": "optax.chain(optax.scale_by_sign(), gs.with_loss_scale(sgd))",
+    "centralize before it": "optax.chain(optax.centralize(), gs.with_loss_scale(sgd))",
+    "a masked clip before it": "optax.chain(optax.masked(optax.clip(1.0), True), gs.with_loss_scale(sgd))",
+    "clip before it in a chain in a chain": "optax.chain(optax.chain(optax.clip(1.0), gs.with_loss_scale(sgd)))",
+    "clip before it in a named chain": "optax.named_chain(('clip', optax.clip(1.0)), ('tx', gs.with_loss_scale(sgd)))",
+    "MultiSteps around it": "optax.MultiSteps(gs.with_loss_scale(sgd), 2)",
+    "apply_if_finite around it": "optax.apply_if_finite(gs.with_loss_scale(sgd), 3)",
+    "mechanize around it": "optax.contrib.mechanize(gs.with_loss_scale(sgd))",
+    "schedule_free around it": "optax.contrib.schedule_free(gs.with_loss_scale(sgd), 0.1)",
+    "conditionally_transform around it": "optax.transforms.conditionally_transform(gs.with_loss_scale(sgd), lambda n: n < 3)",
+    "masked around it": "optax.masked(gs.with_loss_scale(sgd), True)",
+    "multi_transform around it": "optax.multi_transform({'a': gs.with_loss_scale(sgd)}, 'a')",
+    "partition around it": "optax.partition({'a': gs.with_loss_scale(sgd)}, 'a')",
+    "MultiSteps around a chain of it": "optax.MultiSteps(optax.chain(gs.with_loss_scale(sgd), optax.scale(1.0)), 2)",
 }
-# Rules, and what stands inside or behind `loss_scaled`: they train, and skip a bad batch.
+# Rules, and what stands inside or behind `with_loss_scale`: they train, and skip a bad batch.
 FINE = {
-    "a chain inside": "gs.loss_scaled(optax.chain(optax.clip(1.0), sgd))",
-    "MultiSteps inside": "gs.loss_scaled(optax.MultiSteps(sgd, 2))",
-    "zero_nans inside": "gs.loss_scaled(optax.chain(optax.zero_nans(), sgd))",
-    "schedule_free inside": "gs.loss_scaled(optax.contrib.schedule_free(sgd, 0.1))",
-    "apply_if_finite inside": "gs.loss_scaled(optax.apply_if_finite(sgd, 3))",
-    "weight decay behind": "optax.chain(gs.loss_scaled(sgd), optax.add_decayed_weights(-0.1))",
-    "multi_transform inside": "gs.loss_scaled(optax.multi_transform({'a': sgd}, 'a'))",
-    "inject_hyperparams inside": "gs.loss_scaled(optax.inject_hyperparams(optax.sgd)(0.1))",
-    "inject_hyperparams around": "optax.inject_hyperparams(lambda r: gs.loss_scaled(optax.sgd(r)))(0.1)",
-    "an adaptive rule": "gs.loss_scaled(sgd, gs.AdaptiveLossScale())",
-    "a fixed rule": "gs.loss_scaled(sgd, gs.FixedLossScale(8.0))",
-    "a scale of one": "gs.loss_scaled(sgd, gs.FixedLossScale(1.0))",
-    "no rule": "gs.loss_scaled(sgd)",
-    "telemetry": "gs.loss_scaled(sgd, telemetry=True, underflow_every=1)",
+    "a chain inside": "gs.with_loss_scale(optax.chain(optax.clip(1.0), sgd))",
+    "MultiSteps inside": "gs.with_loss_scale(optax.MultiSteps(sgd, 2))",
+    "zero_nans inside": "gs.with_loss_scale(optax.chain(optax.zero_nans(), sgd))",
+    "schedule_free inside": "gs.with_loss_scale(optax.contrib.schedule_free(sgd, 0.1))",
+    "apply_if_finite inside": "gs.with_loss_scale(optax.apply_if_finite(sgd, 3))",
+    "weight decay behind": "optax.chain(gs.with_loss_scale(sgd), optax.add_decayed_weights(-0.1))",
+    "multi_transform inside": "gs.with_loss_scale(optax.multi_transform({'a': sgd}, 'a'))",
+    "inject_hyperparams inside": "gs.with_loss_scale(optax.inject_hyperparams(optax.sgd)(0.1))",
+    "inject_hyperparams around": "optax.inject_hyperparams(lambda r: gs.with_loss_scale(optax.sgd(r)))(0.1)",
+    "an adaptive rule": "gs.with_loss_scale(sgd, gs.AdaptiveLossScale())",
+    "a fixed rule": "gs.with_loss_scale(sgd, gs.FixedLossScale(8.0))",
+    "a scale of one": "gs.with_loss_scale(sgd, gs.FixedLossScale(1.0))",
+    "no rule": "gs.with_loss_scale(sgd)",
+    "telemetry": "gs.with_loss_scale(sgd, telemetry=True, underflow_every=1)",
 }
 LINE_SEARCH = """
 def search(f, tx):
@@ -62,12 +62,12 @@ mesh = jax.make_mesh((8,), ('data',), axis_types=(AxisType.Auto,))
 whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P('data'))
 """
 CASES = {
-    f"{name}, in train_step": ("refused", "Write\\s*gainstage.loss_scaled",
+    f"{name}, in train_step": ("refused", "Write\\s*gainstage.with_loss_scale",
                                STEP.format(tx=tx, batches="1.0,"))
     for name, tx in AROUND.items()
 }  # fmt: skip
 CASES |= {
-    f"{name}, in value_and_grad": ("refused", "Write\\s*gainstage.loss_scaled", f"""
+    f"{name}, in value_and_grad": ("refused", "Write\\s*gainstage.with_loss_scale", f"""
 tx = {tx}
 gs.value_and_grad(plain, tx.init(w))(w)
 """)
@@ -81,12 +81,12 @@ assert jnp.isfinite(state.loss_scale), state
     for name, tx in FINE.items()
 }  # fmt: skip
 CASES |= {
-    "lookahead around it": ("refused", "Write\\s*gainstage.loss_scaled", """
-pair, tx = optax.LookaheadParams.init_synced(w), optax.lookahead(gs.loss_scaled(sgd), 3, 0.5)
+    "lookahead around it": ("refused", "Write\\s*gainstage.with_loss_scale", """
+pair, tx = optax.LookaheadParams.init_synced(w), optax.lookahead(gs.with_loss_scale(sgd), 3, 0.5)
 gs.value_and_grad(plain, tx.init(pair))(pair.fast)
 """),
     "lookahead inside": ("works", "", """
-pair, tx = optax.LookaheadParams.init_synced(w), gs.loss_scaled(optax.lookahead(sgd, 3, 0.5))
+pair, tx = optax.LookaheadParams.init_synced(w), gs.with_loss_scale(optax.lookahead(sgd, 3, 0.5))
 state = tx.init(pair)
 step = jax.jit(lambda p, s, x: tx.update(gs.value_and_grad(plain, s)(p.fast, x)[1], s, p))
 for x in (1.0, NAN, 1.0): updates, state = step(pair, state, x); pair = gs.transforms.apply_updates(pair, updates, state)
@@ -97,16 +97,16 @@ assert (pair.fast < 1).all() and state.inner.steps_since_sync == 2
 gs.train_step(gs.autocast(plain, loss_scale=2.0**15))
 """),
     "a scaled loss in value_and_grad": ("refused", "two scales", """
-gs.value_and_grad(gs.autocast(plain, loss_scale=2.0**15), gs.loss_scaled(sgd).init(w))
+gs.value_and_grad(gs.autocast(plain, loss_scale=2.0**15), gs.with_loss_scale(sgd).init(w))
 """),
-    "loss_scaled in loss_scaled": ("refused", "a scale within a scale", """
-gs.loss_scaled(gs.loss_scaled(sgd)).init(w)
+    "with_loss_scale in with_loss_scale": ("refused", "a scale within a scale", """
+gs.with_loss_scale(gs.with_loss_scale(sgd)).init(w)
 """),
     "two scaled groups": ("refused", "One loss has one scale", """
-tx = optax.multi_transform({'a': gs.loss_scaled(sgd), 'b': gs.loss_scaled(sgd)}, {'x': 'a', 'y': 'b'})
+tx = optax.multi_transform({'a': gs.with_loss_scale(sgd), 'b': gs.with_loss_scale(sgd)}, {'x': 'a', 'y': 'b'})
 gs.transforms.current_scale(tx.init({'x': w, 'y': w}))
 """),
-    "no loss_scaled at all": ("refused", "Wrap the transformation", """
+    "no with_loss_scale at all": ("refused", "Wrap the transformation", """
 gs.train_step(plain)(gs.TrainState.create(w, sgd).replace(opt_state=sgd.init(w)))
 """),
     "a wrapper in a wrapper": ("refused", "LossScaleOptimizer", """
@@ -117,24 +117,24 @@ v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optim
 opt.minimize(lambda: v * v, [v]); assert float(v) < 1
 """),
     "jax's gradients": ("lints", "No loss was multiplied", """
-tx = gs.loss_scaled(sgd); args = w, tx.init(w)
+tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
 step = lambda w, s: tx.update(jax.grad(plain)(w), s, w)
 """),
     "jax's gradients in a compiled step": ("warns", "No loss was multiplied", """
-tx = gs.loss_scaled(sgd); state = tx.init(w)
+tx = gs.with_loss_scale(sgd); state = tx.init(w)
 step = jax.jit(lambda w, state: tx.update(jax.grad(plain)(w), state, w))
 for _ in range(3): _, state = step(w, state)
 """),
     "scale_loss, not divided": ("lints", "loss_scale=gainstage.transforms.current_scale", """
-tx = gs.loss_scaled(sgd); args = w, tx.init(w)
+tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
 step = lambda w, s: tx.update(jax.grad(lambda w: gs.transforms.scale_loss(plain(w), s))(w), s, w)
 """),
     "divided twice": ("lints", "Leave loss_scale= out", """
-tx = gs.loss_scaled(sgd); args = w, tx.init(w)
+tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
 step = lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1], s, w, loss_scale=gs.transforms.current_scale(s))
 """),
     "scale_loss inside of value_and_grad, for a penalty and for a log": ("works", "", """
-tx = gs.loss_scaled(sgd); state = tx.init(w)
+tx = gs.with_loss_scale(sgd); state = tx.init(w)
 def penalty(w):
     return plain(jax.grad(lambda x: gs.transforms.scale_loss(plain(w * x), state))(w) / gs.transforms.current_scale(state))
 gs.value_and_grad(penalty, state)(w)
@@ -142,14 +142,14 @@ gs.value_and_grad(lambda w: (plain(w), {"scaled": gs.transforms.scale_loss(plain
 gs.value_and_grad(lambda w: gs.transforms.scale_loss(plain(w), state) / gs.transforms.current_scale(state), state)(w)
 """),
     "a scale by hand that never changes": ("lints", "is a constant, so the rule", """
-tx = gs.loss_scaled(sgd); args = w, tx.init(w)
+tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
 step = lambda w, s: tx.update(jax.grad(lambda w: 2.0**15 * plain(w))(w), s, w, loss_scale=2.0**15)
 """),
     "scales by hand that are right": ("works", "", """
-tx = gs.loss_scaled(sgd, gs.FixedLossScale(8.0)); state = tx.init(w)
+tx = gs.with_loss_scale(sgd, gs.FixedLossScale(8.0)); state = tx.init(w)
 step = jax.jit(lambda w, s: tx.update(jax.grad(lambda w: 8.0 * plain(w))(w), s, w, loss_scale=8.0)[1])
 for _ in range(3): state = step(w, state)
-tx = gs.loss_scaled(sgd); state = tx.init(w)
+tx = gs.with_loss_scale(sgd); state = tx.init(w)
 for _ in range(3):
     scale = float(gs.transforms.current_scale(state))
     state = tx.update(jax.grad(lambda w: scale * plain(w))(w), state, w, loss_scale=scale)[1]
@@ -157,12 +157,12 @@ step = jax.jit(lambda w, s, scale: tx.update(jax.grad(lambda w: scale * plain(w)
 for _ in range(3): state = step(w, state, gs.transforms.current_scale(state))
 """),
     "true gradients in float16": ("lints", "loses the small", """
-tx = gs.loss_scaled(sgd); state = tx.init(w)
+tx = gs.with_loss_scale(sgd); state = tx.init(w)
 step = jax.jit(lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1].astype("float16"), s, w)[1])
 for _ in range(3): state = step(w, state)
 """),
     "true gradients in bfloat16, scaled ones in float16": ("works", "", """
-tx = gs.loss_scaled(sgd); state = tx.init(w)
+tx = gs.with_loss_scale(sgd); state = tx.init(w)
 step = jax.jit(lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1].astype("bfloat16"), s, w)[1])
 for _ in range(3): state = step(w, state)
 grad = lambda w, s: jax.grad(lambda w: gs.transforms.scale_loss(plain(w), s))(w).astype("float16")
@@ -170,13 +170,13 @@ step = jax.jit(lambda w, s: tx.update(grad(w, s), s, w, loss_scale=gs.transforms
 for _ in range(3): state = step(w, state)
 """),
     "nan_to_num of gradients": ("lints", "Leave it out", """
-tx = gs.loss_scaled(sgd); state = tx.init(w)
+tx = gs.with_loss_scale(sgd); state = tx.init(w)
 step = jax.jit(lambda w, s: tx.update(2 * jnp.nan_to_num(gs.value_and_grad(plain, s)(w)[1]), s, w)[1])
 for _ in range(3): state = step(w, state)
 """),
     **{
         f"{name} of gradients": ("lints", match, f"""
-tx, f = gs.loss_scaled(sgd), lambda g: {code}; state = tx.init(w)
+tx, f = gs.with_loss_scale(sgd), lambda g: {code}; state = tx.init(w)
 step = jax.jit(lambda w, s: tx.update(f(gs.value_and_grad(plain, s)(w)[1]), s, w)[1])
 for _ in range(3): state = step(w, state)
 """)
@@ -189,15 +189,15 @@ for _ in range(3): state = step(w, state)
         ]
     },
     "true gradients that are divided by the scale again": ("lints", "by the loss scale once too often", """
-tx = gs.loss_scaled(sgd); args = w, tx.init(w)
+tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
 step = lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1] / gs.transforms.current_scale(s), s, w)
 """),
     "true gradients times the inverse of the scale": ("lints", "by the loss scale once too often", """
-tx = gs.loss_scaled(sgd); args = w, tx.init(w)
+tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
 step = lambda w, s: tx.update((1 / gs.transforms.current_scale(s)) * gs.value_and_grad(plain, s)(w)[1], s, w)
 """),
     "what may be done to true gradients": ("works", "", """
-tx = gs.loss_scaled(sgd); state = tx.init(w)
+tx = gs.with_loss_scale(sgd); state = tx.init(w)
 def clipped(g, norm): return jnp.where(jnp.isfinite(norm), g / jnp.maximum(norm, 1.0), g)
 def masked(g, norm): return jnp.where(jnp.arange(3) < 2, g, 0.0)
 def shared(g, norm): return (g + 0.1) / 4.0
@@ -210,7 +210,7 @@ def own(w, s):
 for _ in range(3): state = jax.jit(own)(w, state)
 """),
     "clipped weights whose true gradients come out of a scan": ("works", "", """
-tx = gs.loss_scaled(sgd); state = tx.init(w)
+tx = gs.with_loss_scale(sgd); state = tx.init(w)
 def step(w, s):
     w = jnp.clip(w, -1.0, 1.0)
     grad = gs.value_and_grad(lambda w, x: x * plain(w), s)
@@ -219,13 +219,13 @@ def step(w, s):
 for _ in range(3): state = jax.jit(step)(w, state)
 """),
     "nan_to_num of a loss, and of NaN alone": ("works", "", """
-tx, loss = gs.loss_scaled(sgd), lambda w: jnp.nan_to_num(plain(w)); state = tx.init(w)
+tx, loss = gs.with_loss_scale(sgd), lambda w: jnp.nan_to_num(plain(w)); state = tx.init(w)
 keeps = lambda g: jnp.nan_to_num(g, posinf=jnp.inf, neginf=-jnp.inf)
 step = jax.jit(lambda w, s: tx.update(keeps(gs.value_and_grad(loss, s)(w)[1]), s, w)[1])
 for _ in range(3): state = step(w, state)
 """),
     "SAM with an unscaled grad_fn": ("lints", "grad_fn=lambda", """
-tx = gs.loss_scaled(optax.contrib.sam(sgd, sgd, opaque_mode=True)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.contrib.sam(sgd, sgd, opaque_mode=True)); state = tx.init(w)
 def step(w, state):
     grads = gs.value_and_grad(plain, state)(w)[1]
     return tx.update(grads, state, w, grad_fn=jax.grad(lambda w, _: plain(w)))[1]
@@ -233,7 +233,7 @@ step = jax.jit(step)
 for _ in range(3): state = step(w, state)
 """),
     "SAM with a scaled grad_fn": ("works", "", """
-tx = gs.loss_scaled(optax.contrib.sam(sgd, sgd, opaque_mode=True)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.contrib.sam(sgd, sgd, opaque_mode=True)); state = tx.init(w)
 ways = [lambda state: lambda w, _: gs.value_and_grad(plain, state)(w)[1],
         lambda state: jax.grad(lambda w, _: gs.autocast(plain, loss_scale=2.0**15)(w)),
         lambda state: jax.jit(jax.grad(gs.autocast(lambda w, _: plain(w), loss_scale=2.0**15)))]
@@ -244,24 +244,24 @@ for way in ways:
     state = jax.jit(step)(w, state)
 """),
     "by hand": ("works", "", """
-tx = gs.loss_scaled(sgd); state = tx.init(w)
+tx = gs.with_loss_scale(sgd); state = tx.init(w)
 grads = jax.grad(lambda w: gs.transforms.scale_loss(plain(w), state))(w)
 updates, new = tx.update(grads, state, w, loss_scale=gs.transforms.current_scale(state))
 assert abs(updates + 0.2).max() < 1e-6
 """),
     "a rule beside a scaled loss": ("lints", r"Leave the rule out.*autocast\(loss_fn, loss_scale=scale\)", """
-tx = gs.loss_scaled(sgd, gs.DynamicLossScale(2.0**10)); state, loss = tx.init(w), gs.autocast(plain, loss_scale=2.0**15)
+tx = gs.with_loss_scale(sgd, gs.DynamicLossScale(2.0**10)); state, loss = tx.init(w), gs.autocast(plain, loss_scale=2.0**15)
 tx.update(jax.jit(jax.grad(loss))(w), state, w)
 """),
     "a scaled loss, and no rule": ("works", "", """
-tx = gs.loss_scaled(sgd); state, loss = tx.init(w), gs.autocast(plain, loss_scale=2.0**15)
+tx = gs.with_loss_scale(sgd); state, loss = tx.init(w), gs.autocast(plain, loss_scale=2.0**15)
 tx.update(jax.jit(jax.grad(loss))(w), state, w)
 """),
     "a tuple of NNX models": ("refused", "nnx.List", """
-gs.loss_scaled(sgd).init((nnx.Linear(4, 1, rngs=nnx.Rngs(0)), nnx.BatchNorm(1, rngs=nnx.Rngs(0))))
+gs.with_loss_scale(sgd).init((nnx.Linear(4, 1, rngs=nnx.Rngs(0)), nnx.BatchNorm(1, rngs=nnx.Rngs(0))))
 """),
     "a dict of NNX models": ("refused", "nnx.Dict", """
-gs.loss_scaled(sgd).init({"a": nnx.Linear(4, 1, rngs=nnx.Rngs(0))})
+gs.with_loss_scale(sgd).init({"a": nnx.Linear(4, 1, rngs=nnx.Rngs(0))})
 """),
     "a list of NNX models that is a model": ("works", "", """
 m = nnx.List([nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.BatchNorm(16, rngs=nnx.Rngs(0))])
@@ -419,7 +419,7 @@ model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01)), "mse")
 for n in range(3): model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0); [float(model.optimizer.loss_scale) for _ in range(12)]
 """),
     "float16 times a scale": ("works", "", """
-tx = gs.loss_scaled(sgd); state = tx.init(w)
+tx = gs.with_loss_scale(sgd); state = tx.init(w)
 assert jnp.isfinite(gs.transforms.scale_loss(jnp.float16(1000.0), state))
 """),
     "a state that was cast to half precision": ("refused", "got bfloat16.*inner=jax", """
@@ -427,62 +427,62 @@ state = gs.TrainState.create(w, optax.adam(0.1))
 gs.train_step(plain)(jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
 """),
     "a state of which the numbers were cast to float16": ("refused", "got float16.*inner=jax", """
-tx = gs.loss_scaled(optax.adam(0.1))
+tx = gs.with_loss_scale(optax.adam(0.1))
 state = jax.tree.map(lambda x: x.astype("float16") if x.dtype == "float32" else x, tx.init(w))
 tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
 """),
     "an inner state in half precision": ("works", "", """
-tx = gs.loss_scaled(optax.sgd(0.1, 0.9, accumulator_dtype=jnp.bfloat16)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1, 0.9, accumulator_dtype=jnp.bfloat16)); state = tx.init(w)
 state = state._replace(inner=jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, state.inner))
 tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
 """),
     "a line search in float16 without a scale": ("works", "", LINE_SEARCH + """
-tx = gs.loss_scaled(optax.lbfgs()); run(search(lambda w: half(w, X), tx), tx)
+tx = gs.with_loss_scale(optax.lbfgs()); run(search(lambda w: half(w, X), tx), tx)
 """),
     "a line search that scales, is in float32, or differentiates nothing": ("works", "", LINE_SEARCH + """
-tx = gs.loss_scaled(optax.lbfgs()); run(search(lambda w: gs.autocast(half, loss_scale=2.0**15)(w, X), tx), tx)
+tx = gs.with_loss_scale(optax.lbfgs()); run(search(lambda w: gs.autocast(half, loss_scale=2.0**15)(w, X), tx), tx)
 for f in (gs.autocast(lambda w: half(w, X), loss_scale=2.0**15), jax.jit(lambda w: gs.autocast(half, loss_scale=2.0**15)(w, X)), lambda w: jnp.mean((X @ w) ** 2),
           gs.autocast(lambda w: jnp.mean((X @ w) ** 2), "bfloat16")): search(f, tx).trace(W, tx.init(W))
-tx = gs.loss_scaled(optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)))
+tx = gs.with_loss_scale(optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)))
 run(search(lambda w: half(w, X), tx), tx)
 """),
     # ── old and foreign states ───────────────────────────────────────────────────────────────
     "value_and_grad once before the loop": ("lints", "scale of another state", """
-tx = gs.loss_scaled(sgd, gs.DynamicLossScale(2.0**20)); first = tx.init(w)
+tx = gs.with_loss_scale(sgd, gs.DynamicLossScale(2.0**20)); first = tx.init(w)
 grad_fn = gs.value_and_grad(plain, first)
 step, args = lambda w, s: tx.update(grad_fn(w)[1], s, w), (w, first)
 """),
     "a step that closes over the first state": ("lints", "scale of another state", """
-tx = gs.loss_scaled(sgd); first = tx.init(w); args = w, first
+tx = gs.with_loss_scale(sgd); first = tx.init(w); args = w, first
 step = jax.jit(lambda w, state: tx.update(gs.value_and_grad(plain, first)(w)[1], state, w))
 """),
     "another model's state": ("lints", "scale of another state", """
-tx = gs.loss_scaled(sgd); args = tx.init(w), tx.init(w)
+tx = gs.with_loss_scale(sgd); args = tx.init(w), tx.init(w)
 step = lambda one, two: tx.update(gs.value_and_grad(plain, one)(w)[1], two, w)
 """),
     "apply_updates with the old state": ("lints", "tells of the step before", """
-tx = gs.loss_scaled(sgd); args = w, tx.init(w)
+tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
 def step(w, state):
     updates, new = tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
     return gs.transforms.apply_updates(w, updates, state), new
 """),
     "select_if_applied with the old state": ("lints", "tells of the step before", """
-tx = gs.loss_scaled(sgd); args = w, tx.init(w)
+tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
 def step(w, state):
     updates, new = tx.update(gs.value_and_grad(plain, state)(w, NAN)[1], state, w)
     return gs.transforms.select_if_applied(w * NAN, w, state)
 """),
     "a decision by the old state": ("lints", "tells of the step before", """
-tx = gs.loss_scaled(sgd); args = w, tx.init(w)
+tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
 def step(w, state):
     updates, new = tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
     return gs.transforms.apply_updates(w, updates, new), new, gs.transforms.step_was_applied(state)
 """),
     "the inner state": ("refused", "tx.init", """
-tx = gs.loss_scaled(sgd); tx.update(w, tx.init(w).inner, w)
+tx = gs.with_loss_scale(sgd); tx.update(w, tx.init(w).inner, w)
 """),
     "the state of another rule": ("refused", "The rule of tx", """
-tx, other = gs.loss_scaled(sgd), gs.loss_scaled(sgd, gs.AdaptiveLossScale())
+tx, other = gs.with_loss_scale(sgd), gs.with_loss_scale(sgd, gs.AdaptiveLossScale())
 tx.update(w, other.init(w), w)
 """),
     "a number as the state of the rule": ("refused", "_replace\\(scale=jnp.float32\\(scale\\)", """
@@ -490,18 +490,18 @@ state = gs.TrainState.create(w, sgd)
 gs.train_step(plain)(state.replace(opt_state=state.opt_state._replace(rule_state=1024.0)))
 """),
     "a number as the state of the rule, in update": ("refused", "got a float. For another scale", """
-tx = gs.loss_scaled(sgd); tx.update(w, tx.init(w)._replace(rule_state=1024.0), w)
+tx = gs.with_loss_scale(sgd); tx.update(w, tx.init(w)._replace(rule_state=1024.0), w)
 """),
     "a dictionary of torch as the state of the rule": ("refused", "importers.from_torch", """
-tx = gs.loss_scaled(sgd); state = tx.init(w)._replace(rule_state={'scale': 1024.0})
+tx = gs.with_loss_scale(sgd); state = tx.init(w)._replace(rule_state={'scale': 1024.0})
 gs.value_and_grad(plain, state)(w)
 """),
-    "load_into of a state of loss_scaled": ("refused", "optax.tree.set\\(opt_state, rule_state=state", """
+    "load_into of a state of with_loss_scale": ("refused", "optax.tree.set\\(opt_state, rule_state=state", """
 from gainstage.interop import importers
-tx = gs.loss_scaled(sgd); importers.load_into(tx.init(w), gs.DynamicLossScale().init())
+tx = gs.with_loss_scale(sgd); importers.load_into(tx.init(w), gs.DynamicLossScale().init())
 """),
     "a transformation for the loss": ("refused", "a function for loss_fn; got GradientTransformation", """
-gs.train_step(gs.loss_scaled(sgd))
+gs.train_step(gs.with_loss_scale(sgd))
 """),
     "the transformation before the parameters": ("refused", "GradientTransformation for tx", """
 gs.TrainState.create(sgd, w)
@@ -590,7 +590,7 @@ gs.train_step(lambda w, x: (w * x > 0).sum())(gs.TrainState.create(w, sgd), 1.0)
 gs.TrainState.create(w, sgd).value_and_grad(lambda w, x: (w * x > 0).any())(1.0)
 """),
     "a count as the loss of an optax loop": ("refused", "a loss of a floating dtype; got int32", """
-tx = gs.loss_scaled(sgd); gs.value_and_grad(lambda w: (w > 0).sum(), tx.init(w))(w)
+tx = gs.with_loss_scale(sgd); gs.value_and_grad(lambda w: (w > 0).sum(), tx.init(w))(w)
 """),
     "an extra of integers that gets a fraction": ("refused", "Expected int32 for `extra`.*got float32.*extra=0.0", """
 gs.train_step(lambda w, n, x: (plain(w, x), n + 0.5))(gs.TrainState.create(w, sgd, extra=0), 1.0)
@@ -635,7 +635,7 @@ state = gs.TrainState.create({'w': w, 'n': jnp.arange(3)}, sgd)
 gs.train_step(lambda p: plain(p['w']))(state)
 """),
     "the state of other parameters": ("refused", "other parameters", """
-tx = gs.loss_scaled(optax.adam(0.1))
+tx = gs.with_loss_scale(optax.adam(0.1))
 tx.update({'w': w}, tx.init({'v': w}), {'w': w})
 """),
     "a donated argument": ("refused", "donate=False", """
@@ -643,18 +643,18 @@ state, step = gs.TrainState.create(w, sgd), gs.train_step(plain)
 step(state); step(state)
 """),
     "no parameters for init": ("refused", "arrays in params", """
-gs.loss_scaled(sgd).init({'w': w, 'activation': jax.nn.relu})
+gs.with_loss_scale(sgd).init({'w': w, 'activation': jax.nn.relu})
 """),
     # ── rules ────────────────────────────────────────────────────────────────────────────────
     "a live scale as a rule": ("refused", "loss_scale=scale.rule", """
 from gainstage.compat import experimental
-gs.loss_scaled(sgd, experimental.DynamicLossScale())
+gs.with_loss_scale(sgd, experimental.DynamicLossScale())
 """),
     "a name of no loss scale": ("refused", "\"dynamic\", a number, None, or a rule for loss_scale", """
-gs.loss_scaled(sgd, "fixed")
+gs.with_loss_scale(sgd, "fixed")
 """),
     "the class as a rule": ("refused", "a rule for loss_scale: gainstage.DynamicLossScale\\(\\)", """
-gs.loss_scaled(sgd, gs.DynamicLossScale)
+gs.with_loss_scale(sgd, gs.DynamicLossScale)
 """),
     "a rule and a scale": ("refused", "cannot be combined", """
 gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(), 8.0, loss_scale=gs.AdaptiveLossScale())
@@ -733,7 +733,7 @@ gs.train_step(lambda w: None)(gs.TrainState.create(w, sgd))
 gs.train_step(lambda w, x: plain(w))(gs.TrainState.create(w, sgd), 'name')
 """),
     "scale_loss in value_and_grad": ("lints", "Leave this factor out", """
-tx = gs.loss_scaled(sgd); args = w, tx.init(w)
+tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
 step = lambda w, s: tx.update(gs.value_and_grad(lambda w: gs.transforms.scale_loss(plain(w), s), s)(w)[1], s, w)
 """),
     "scale_loss in train_step": ("lints", "Leave this factor out", """
@@ -741,15 +741,15 @@ args = (gs.TrainState.create(w, sgd),)
 step = lambda s: gs.train_step(lambda w: gs.transforms.scale_loss(plain(w), s.opt_state))(s)
 """),
     "loss_scale times the loss, in value_and_grad": ("lints", "Leave this factor out", """
-tx = gs.loss_scaled(sgd); args = w, tx.init(w)
+tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
 step = lambda w, s: tx.update(gs.value_and_grad(lambda w: plain(w) * gs.transforms.current_scale(s), s)(w)[1], s, w)
 """),
     "loss_scale times each loss, in value_and_grad": ("lints", "Leave this factor out", """
-tx = gs.loss_scaled(sgd); args = w, tx.init(w)
+tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
 step = lambda w, s: tx.update(gs.value_and_grad(lambda w: jnp.mean(gs.transforms.current_scale(s) * SMALL * w ** 2), s)(w)[1], s, w)
 """),
     "loss_scale that is returned, or divides, in value_and_grad": ("works", "", """
-tx = gs.loss_scaled(sgd); state = tx.init(w)
+tx = gs.with_loss_scale(sgd); state = tx.init(w)
 def beside(w, s): return plain(w), {"scale": gs.transforms.current_scale(s), "scaled": plain(w) * gs.transforms.current_scale(s)}
 def divided(w, s): return plain(w) / gs.transforms.current_scale(s), 0
 def again(w, s):
@@ -760,11 +760,11 @@ for f in (beside, divided, again):
         run(lambda w, s: gs.value_and_grad(f, s, has_aux=True)(w, s))(w, state)
 """),
     "scale_loss of a part, in value_and_grad": ("lints", "Leave this factor out", """
-tx = gs.loss_scaled(sgd); args = w, tx.init(w)
+tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
 step = lambda w, s: tx.update(gs.value_and_grad(lambda w: gs.transforms.scale_loss(plain(w), s) + 1.0, s)(w)[1], s, w)
 """),
     "scale_loss of what it has returned": ("lints", "Leave this factor out", """
-tx = gs.loss_scaled(sgd); args = w, tx.init(w); scaled = gs.transforms.scale_loss
+tx = gs.with_loss_scale(sgd); args = w, tx.init(w); scaled = gs.transforms.scale_loss
 grad = lambda w, s: jax.grad(lambda w: scaled(scaled(plain(w), s), s))(w)
 step = lambda w, s: tx.update(grad(w, s), s, w, loss_scale=gs.transforms.current_scale(s))
 """),
@@ -778,7 +778,7 @@ v = gs.optimizers.Variable(w); opt = tf2.LossScaleOptimizer(gs.optimizers.SGD())
 opt.build([v]); args = (); step = lambda: opt.apply_gradients(zip(opt.get_unscaled_gradients([jax.grad(lambda w: opt.get_scaled_loss(opt.get_scaled_loss(plain(w))))(v.value())]), [v])) is None
 """),
     "scale_loss of several losses, and of one that is true again": ("works", "", """
-tx = gs.loss_scaled(sgd); state = tx.init(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD())
+tx = gs.with_loss_scale(sgd); state = tx.init(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD())
 for scaled, scale in [(opt.scale_loss, lambda: opt.loss_scale),
                       (lambda x: gs.transforms.scale_loss(x, state), lambda: gs.transforms.current_scale(state))]:
     def total(w):
@@ -790,7 +790,7 @@ for scaled, scale in [(opt.scale_loss, lambda: opt.loss_scale),
     for f in (total, with_penalty): jax.grad(f)(w); scaled(jnp.sum(jax.grad(f)(w)))
 """),
     "a state that a scan closes over, in a compiled epoch": ("lints", "a part of the carry", """
-tx = gs.loss_scaled(sgd); args = w, tx.init(w)
+tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
 def turn(w, x, state):
     grads = gs.value_and_grad(plain, state)(w, x)[1]
     return gs.transforms.apply_updates(w, *tx.update(grads, state, w)), x
@@ -813,12 +813,12 @@ run = jax.jit(lambda s: jax.lax.cond(s.params[0] > 0, lambda: step(s, 1.0)[0], l
 assert float(run(state).params[0]) < 1
 """),
     "a part with its own scale, and no loss scale": ("lints", "No loss was multiplied", """
-tx = gs.loss_scaled(sgd); args = w, tx.init(w)
+tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
 part = gs.transforms.locally_scaled(lambda w: w * 2.0, 8.0)
 step = lambda w, s: tx.update(jax.grad(lambda w: plain(part(w)))(w), s, w)
 """),
     "an integer parameter": ("works", "", """
-tx = gs.loss_scaled(sgd); params = {'w': w, 'n': jnp.int32(3)}
+tx = gs.with_loss_scale(sgd); params = {'w': w, 'n': jnp.int32(3)}
 loss, grads = gs.value_and_grad(lambda v: plain(v), tx.init(w))(params['w'])
 assert jnp.isfinite(loss)
 """),
@@ -836,7 +836,7 @@ v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optim
 for _ in range(130): opt.minimize(lambda: v * NAN, [v])
 """),
     "short runs of one transformation": ("works", "", """
-tx = gs.loss_scaled(sgd)
+tx = gs.with_loss_scale(sgd)
 for _ in range(5):
     state, step = gs.TrainState.create(w, tx), gs.train_step(plain, donate=False)
     for _ in range(40): state, _ = step(state, NAN)
@@ -897,14 +897,14 @@ f = jax.shard_map(lambda *args: step(*args)[0].params, mesh=mesh, in_specs=(P(),
 f(gs.TrainState.create(W, sgd), X)
 """),
     "the loss of each device's part, in a loop of one's own": ("lints", "differentiated at .*varies over 'data'.*pmean", MESH + """
-tx = gs.loss_scaled(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=(P(), P()))
+tx = gs.with_loss_scale(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=(P(), P()))
 def own(p, s, x):
     grads = gs.value_and_grad(half, s)(p, x)[1]
     updates, s = tx.update(grads, s, p); return gs.transforms.apply_updates(p, updates, s), s
 step, args = jax.jit(jax.shard_map(own, **spec)), (p, tx.init(p), X)
 """),
     "the gradients of all parts, in a loop of one's own": ("works", "", MESH + """
-tx = gs.loss_scaled(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=(P(), P()))
+tx = gs.with_loss_scale(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=(P(), P()))
 def step(loss, after, p, s, x):
     grads = gs.value_and_grad(loss, s)(p, x)[1]
     updates, s = tx.update(jax.tree.map(after, grads), s, p); return gs.transforms.apply_updates(p, updates, s), s
@@ -1105,15 +1105,15 @@ state, step = gs.TrainState.create(m, sgd), gs.train_step(gs.autocast(lambda m, 
 state, loss = step(state, jnp.ones((16, 16))); assert (state.params.kernel[...] != before).any()
 """),
     "all variables of a Linen module as params": ("warns", "create\\(variables\\['params'\\]", """
-tx, variables = gs.loss_scaled(optax.adam(0.1)), {"params": {"a": w}, "batch_stats": {"mean": w}}
+tx, variables = gs.with_loss_scale(optax.adam(0.1)), {"params": {"a": w}, "batch_stats": {"mean": w}}
 for _ in range(2): tx.init(variables)
 """),
     "all variables of a Linen module, of which some are trained": ("works", "", """
 variables = {"params": {"a": w}, "batch_stats": {"mean": w}}
 for kind in (optax.masked(sgd, {"params": True, "batch_stats": False}),
              optax.partition({"a": sgd, "b": optax.set_to_zero()}, {"params": "a", "batch_stats": "b"})):
-    gs.loss_scaled(optax.chain(optax.clip(1.0), kind)).init(variables)
-gs.loss_scaled(sgd).init({"params": variables})
+    gs.with_loss_scale(optax.chain(optax.clip(1.0), kind)).init(variables)
+gs.with_loss_scale(sgd).init({"params": variables})
 """),
     "autocast inside of train_step": ("works", "", """
 step = gs.train_step(gs.autocast(lambda w, x: jnp.mean((x @ w) ** 2)))
@@ -1133,7 +1133,7 @@ with jax.enable_x64(True):
     for f in (kept, both, jnp.sum): jax.grad(gs.autocast(f))(jnp.zeros((4, 1)))
 """),
     "autocast around a step": ("works", "", """
-tx = gs.loss_scaled(sgd); state = tx.init(W)
+tx = gs.with_loss_scale(sgd); state = tx.init(W)
 loss, grads = gs.value_and_grad(gs.autocast(lambda w, x: jnp.mean((x @ w) ** 2)), state)(W, X)
 assert grads.dtype == jnp.float32
 """),

@@ -124,7 +124,7 @@ def loss_fn(params):
 
 
 def changed_structure():
-    tx = gs.loss_scaled(
+    tx = gs.with_loss_scale(
         optax.GradientTransformation(lambda p: (p,), lambda u, s, p=None: (u, (s, s)))
     )
     params, _ = large()
@@ -132,7 +132,7 @@ def changed_structure():
 
 
 def other_parameters():
-    tx = gs.loss_scaled(optax.adam(0.1))
+    tx = gs.with_loss_scale(optax.adam(0.1))
     tx.update({"a": jnp.ones(2)}, tx.init(large()[0]))
 
 
@@ -149,7 +149,7 @@ def plain_state():
 
 
 def two_scales():
-    tx = gs.loss_scaled(optax.adam(0.1))
+    tx = gs.with_loss_scale(optax.adam(0.1))
     state = tx.init(large()[0])
     current_scale([state, state])
 
@@ -161,7 +161,7 @@ LONG = {
     "two scales": two_scales,
     "telemetry": lambda: gs.diagnostics.telemetry(optax.adam(0.1).init(large()[0])),
     "loss": lambda: gs.value_and_grad(
-        lambda p: p, gs.loss_scaled(optax.adam(0.1)).init(large()[0])
+        lambda p: p, gs.with_loss_scale(optax.adam(0.1)).init(large()[0])
     )(large()[0]),
     "structure": changed_structure,
     "other parameters": other_parameters,
@@ -182,13 +182,13 @@ LONG = {
         large()[1]
     ),
     "select_if_applied": lambda: gs.transforms.select_if_applied(
-        large()[0], {"a": 1.0}, gs.loss_scaled(optax.sgd(0.1)).init(large()[0])
+        large()[0], {"a": 1.0}, gs.with_loss_scale(optax.sgd(0.1)).init(large()[0])
     ),
     "has_aux": lambda: gs.optimizers.SGD(0.1).minimize(
         lambda: large()[0], large()[1], has_aux=True
     ),
     "report": lambda: gs.diagnostics.report(
-        gs.loss_scaled(optax.sgd(0.1), telemetry=True).init(large()[0]), {"a": jnp.ones(1)}
+        gs.with_loss_scale(optax.sgd(0.1), telemetry=True).init(large()[0]), {"a": jnp.ones(1)}
     ),
 }
 

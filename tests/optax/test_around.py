@@ -1,4 +1,4 @@
-"""What stands around `loss_scaled`: it must see every gradient first."""
+"""What stands around `with_loss_scale`: it must see every gradient first."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def loss_fn(w, x):
 
 
 def scaled():
-    return gs.loss_scaled(optax.sgd(1.0), gs.DynamicLossScale(8.0))
+    return gs.with_loss_scale(optax.sgd(1.0), gs.DynamicLossScale(8.0))
 
 
 REFUSED = {
@@ -50,7 +50,7 @@ REFUSED = {
         "multi_transform",
     ),
     "MultiSteps": (lambda: optax.MultiSteps(scaled(), 2), r"optax\.MultiSteps\(tx, k\)"),
-    "apply_if_finite": (lambda: optax.apply_if_finite(scaled(), 3), r"loss_scaled\(tx\)"),
+    "apply_if_finite": (lambda: optax.apply_if_finite(scaled(), 3), r"with_loss_scale\(tx\)"),
     "sam": (lambda: optax.contrib.sam(scaled(), optax.sgd(0.1)), r"contrib\.sam"),
 }
 
@@ -65,7 +65,7 @@ def test_what_can_hide_an_overflow_is_refused_with_the_line_to_write(name):
         lambda: gs.value_and_grad(loss_fn, state.opt_state),
         lambda: jax.jit(lambda s: gs.value_and_grad(loss_fn, s)(WEIGHTS, 1.0))(state.opt_state),
     ):
-        with pytest.raises(ValueError, match=rf"(?s){match}.*gainstage\.loss_scaled\(|{match}"):
+        with pytest.raises(ValueError, match=rf"(?s){match}.*gainstage\.with_loss_scale\(|{match}"):
             call()
     assert float(WEIGHTS["a"][0]) == 1.0
 
@@ -82,10 +82,10 @@ ALLOWED = {
     "hyperparameters": lambda: optax.inject_hyperparams(
         lambda factor: optax.chain(scaled(), optax.scale(factor))
     )(factor=1.0),
-    "around a chain": lambda: gs.loss_scaled(
+    "around a chain": lambda: gs.with_loss_scale(
         optax.chain(optax.clip(100.0), optax.sgd(1.0)), gs.DynamicLossScale(8.0)
     ),
-    "around groups": lambda: gs.loss_scaled(
+    "around groups": lambda: gs.with_loss_scale(
         optax.multi_transform({"a": optax.sgd(1.0), "b": optax.sgd(1.0)}, LABELS),
         gs.DynamicLossScale(8.0),
     ),
@@ -110,7 +110,7 @@ def test_what_is_allowed_sees_every_overflow(name, bad):
 
 def test_accumulation_outside_is_what_a_step_around_all_does_right():
     """The line that the error for `MultiSteps` names trains on after a NaN microbatch."""
-    tx = gs.loss_scaled(optax.MultiSteps(optax.sgd(0.5), 2), gs.DynamicLossScale(8.0))
+    tx = gs.with_loss_scale(optax.MultiSteps(optax.sgd(0.5), 2), gs.DynamicLossScale(8.0))
     step, state = gs.train_step(loss_fn, donate=False), gs.TrainState.create(WEIGHTS, tx)
     for x in (1.0, np.nan, 3.0):
         state, _ = step(state, jnp.float32(x))

@@ -398,8 +398,8 @@ def test_a_fault_is_told_once_with_its_step():
     assert "'first/" in told[0]
 
 
-turned = gs.in_half(lambda grid, turn: grid @ turn)
-shifted = gs.in_half(lambda x, offset: x + offset)
+turned = gs.half_only(lambda grid, turn: grid @ turn)
+shifted = gs.half_only(lambda x, offset: x + offset)
 
 
 def registered(params, is_late, image, target):

@@ -19,10 +19,10 @@ from gainstage.compat import tf2
 from gainstage.transforms import apply_updates, current_scale, locally_scaled, scale_loss
 
 W, X, WIDE = jnp.ones(3), jnp.ones((8, 3)), jnp.ones((64, 48))
-TX = gs.loss_scaled(optax.adam(0.1))
+TX = gs.with_loss_scale(optax.adam(0.1))
 STATE = TX.init(W)
 WHOLE = gs.TrainState.create(W, optax.adam(0.1))
-FIXED = gs.loss_scaled(optax.sgd(0.1), gs.FixedLossScale(1.0))
+FIXED = gs.with_loss_scale(optax.sgd(0.1), gs.FixedLossScale(1.0))
 
 
 def plain(w, *batch):
@@ -227,7 +227,7 @@ SCALED = (W, STATE)
 
 
 def line_search(w, state):
-    tx = gs.loss_scaled(optax.lbfgs())
+    tx = gs.with_loss_scale(optax.lbfgs())
     state, half = tx.init(w), gs.autocast(squares)
     loss, grads = gs.value_and_grad(half, state)(w)
     return tx.update(grads, state, w, value=loss, grad=grads, value_fn=half)
@@ -443,12 +443,12 @@ def of_sharded_layer(change):
 
 
 def sam(w, state):
-    tx = gs.loss_scaled(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True))
+    tx = gs.with_loss_scale(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True))
     state = tx.init(w)
     return tx.update(grads_of(w, state), state, w, grad_fn=lambda w, _: jax.grad(plain)(w))
 
 
-RULED = gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(2.0**10))
+RULED = gs.with_loss_scale(optax.sgd(0.1), gs.DynamicLossScale(2.0**10))
 # What is wrong: (kind, part of the text, step, arguments).
 WRONG = {
     "jax's gradients": (

@@ -61,7 +61,7 @@ def trained(step, state, steps, *batch):
 
 
 def texts(plan):
-    return {operation.text for operation in plan.operations}
+    return {operation.text for operation in plan.entries}
 
 
 def error_of(fun, params, *batch, scale=2.0**8):
@@ -121,7 +121,7 @@ def test_the_result_of_a_product_goes_before_its_operands():
     x = np.float32(np.float16(np.round(x * 128) / 128))
     params = {**PARAMS, "a": np.float32(np.float16(PARAMS["a"]))}
     mended = gs.mend(gs.autocast(near, "bfloat16"), params, x, Y, scale=1.0)
-    dtypes = {o.text: o.dtype for o in mended.plan.operations if o.name == "dot_general"}
+    dtypes = {o.text: o.dtype for o in mended.plan.entries if o.name == "dot_general"}
     assert set(dtypes.values()) <= {"float32", "float32 result"}
     half = gs.mend(gs.autocast(differences), PARAMS, X, Y, scale=2.0**8)
     assert gs.audit(half, PARAMS, X, Y, scale=2.0**8).ok
@@ -175,7 +175,7 @@ def test_a_part_under_autocast_is_mended():
 
     mended = gs.mend(whole, PARAMS, X, Y, scale=2.0**8)
     assert gs.audit(mended, PARAMS, X, Y, scale=2.0**8).ok
-    assert mended.plan.operations
+    assert mended.plan.entries
 
 
 def test_a_loss_with_its_own_scale_is_mended_between_epochs():
@@ -201,10 +201,10 @@ def test_float8_goes_back_to_half_precision_first():
 
     y = X @ (PARAMS["a"] + np.float32(0.01))
     budget = {"dtype": "float8", "card": None, "max_noise": 100.0, "max_bias": 100.0}
-    plan = gs.precision.tune(residual, PARAMS, [(X[:32], y[:32]), (X[32:], y[32:])], **budget)
-    assert [o.dtype for o in plan.operations if o.name == "dot_general"] == ["float8"]
+    plan = gs.precision.find_plan(residual, PARAMS, [(X[:32], y[:32]), (X[32:], y[32:])], **budget)
+    assert [o.dtype for o in plan.entries if o.name == "dot_general"] == ["float8"]
     mended = gs.mend(gs.autocast(residual, plan), PARAMS, X, y, scale=2.0**8)
-    assert [o.dtype for o in mended.plan.operations if o.name == "dot_general"] == ["float16"]
+    assert [o.dtype for o in mended.plan.entries if o.name == "dot_general"] == ["float16"]
     assert gs.audit(mended, PARAMS, X, y, scale=2.0**8).ok
 
 
@@ -245,7 +245,7 @@ def test_a_run_that_goes_wrong_later_is_mended_at_the_next_audit():
     state, _, told = trained(step, state, 6, X, Y, jnp.array(True))
     assert len(told) == 1
     assert told[0].startswith("step 8: ")
-    assert step.plan.operations
+    assert step.plan.entries
     assert lowered[0] != step.lower(state, X, Y, jnp.array(True)).as_text()
 
 
@@ -311,7 +311,7 @@ def test_a_run_that_dies_is_mended_without_waiting_for_an_audit():
     assert told == []
     state, loss, told = trained(step, state, 260, X, Y, jnp.array(True))
     assert any("half precision made" in message for message in told)
-    assert step.plan.operations
+    assert step.plan.entries
     assert math.isfinite(loss)
     assert int(state.step) > 100
 
@@ -394,7 +394,7 @@ def test_models_and_extras(make):
         for _ in range(12):
             state, *_ = step(state, X, Y)
     assert len([w for w in told if "half precision made" in str(w.message)]) == 1
-    assert step.plan.operations
+    assert step.plan.entries
     assert step.audits.last.ok
     if make is with_extra:
         assert int(state.extra) == 12
@@ -414,8 +414,8 @@ def test_on_a_mesh_the_plan_is_that_of_one_device(kind):
         step = gs.train_step(gs.autocast(spoiled), audit_every=20, mend=True)
         _, _, told = trained(step, gs.TrainState.create(params, optax.adam(1e-3)), 3, *batch)
     assert len(told) == 1
-    assert [(o.key, o.dtype) for o in step.plan.operations] == [
-        (o.key, o.dtype) for o in alone.operations
+    assert [(o.key, o.dtype) for o in step.plan.entries] == [
+        (o.key, o.dtype) for o in alone.entries
     ]
 
 

@@ -252,7 +252,7 @@ def test_what_half_precision_spoils_is_found_in_a_part():
     step = gs.train_step(gs.autocast(spoiled), microbatches=4, audit_every=100, mend=True)
     with pytest.warns(UserWarning, match="float32"):
         state, _ = step(state, X, Y)
-    assert step.plan.operations
+    assert step.plan.entries
 
 
 def test_an_optimizer_that_searches_gets_the_whole_batch():

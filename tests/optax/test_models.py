@@ -105,7 +105,7 @@ def assert_same(tree, other):
 
 
 def transformation():
-    return gs.loss_scaled(optax.adamw(0.05), telemetry=True, underflow_every=2)
+    return gs.with_loss_scale(optax.adamw(0.05), telemetry=True, underflow_every=2)
 
 
 @EACH
@@ -174,7 +174,7 @@ def test_what_an_nnx_optimizer_has_wrapped_is_refused(how, part):
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     given, kind = {
         "optimizer": (optimizer, "Optimizer"),
-        "opt_state": (optimizer.opt_state, "a LossScaledState of OptArray"),
+        "opt_state": (optimizer.opt_state, "a LossScaleState of OptArray"),
     }[part]
     message = rf"state that tx\.init returned for opt_state; got {kind}\. .* = tx\.init\(params\)"
     step, state = gs.train_step(nnx_loss), gs.TrainState.create(model, tx).replace(opt_state=given)
@@ -233,7 +233,7 @@ def test_an_error_of_the_transformation_is_its_own():
     def fails(updates, state, params=None):
         raise ValueError("an error of the user's")
 
-    tx = gs.loss_scaled(optax.GradientTransformation(optax.adam(0.1).init, fails))
+    tx = gs.with_loss_scale(optax.GradientTransformation(optax.adam(0.1).init, fails))
     with pytest.raises(ValueError, match="of the user's"):
         tx.update(jnp.ones(3), tx.init(jnp.ones(3)))
 
@@ -418,7 +418,7 @@ print([name for name in ("flax", "equinox") if name in sys.modules])
 def test_an_nnx_optimizer_is_no_transformation():
     """The error is short, and says what to pass instead."""
     optimizer = nnx.Optimizer(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
-    for build in (gs.loss_scaled, functools.partial(gs.TrainState.create, jnp.ones(2))):
+    for build in (gs.with_loss_scale, functools.partial(gs.TrainState.create, jnp.ones(2))):
         with pytest.raises(TypeError, match=r"Pass its `tx`\.") as found:
             build(optimizer)
         assert len(str(found.value)) <= 600

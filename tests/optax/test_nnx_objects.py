@@ -74,7 +74,7 @@ def test_train_step_advances_a_random_state_in_the_batch(wrap, retries):
 
 def test_value_and_grad_advances_it_beside_plain_parameters():
     """Also where what is differentiated is no model of NNX."""
-    w, rngs, tx = jnp.eye(4), nnx.Rngs(1), gs.loss_scaled(optax.sgd(0.0))
+    w, rngs, tx = jnp.eye(4), nnx.Rngs(1), gs.with_loss_scale(optax.sgd(0.0))
     loss = lambda w, r, x: dropped(lambda x: x @ w, r, x)  # noqa: E731
     grad_fn = gs.value_and_grad(loss, tx.init(w))
     assert len({float(grad_fn(w, rngs, X)[0]) for _ in range(3)}) == 3

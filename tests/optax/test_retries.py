@@ -234,7 +234,7 @@ def test_eight_devices_retry_together(kind):
     """One device overflows, and the step of all is that of one device; it compiles once."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     x, y = (jax.device_put(v, NamedSharding(mesh, P("data"))) for v in (X, Y * 8))
-    tx = gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(2.0**30))
+    tx = gs.with_loss_scale(optax.sgd(0.1), gs.DynamicLossScale(2.0**30))
     step = gs.train_step(lambda w, x, y: loss_fn(w, x, y), retries=40)
     params = jax.device_put(np.zeros_like(W), NamedSharding(mesh, P()))
     state, one = gs.TrainState.create(params, tx), gs.TrainState.create(jnp.array(W), tx)

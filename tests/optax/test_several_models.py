@@ -206,7 +206,7 @@ def test_all_that_reads_a_step_takes_a_model_in_the_batch(discriminator):
     assert gs.lint(step, g, *batch) == []
     assert gs.lint(lambda g, *batch: g.value_and_grad(half)(*batch)[0], g, *batch) == []
     plain = lambda params, model, z: jnp.mean(called(model, z @ params) ** 2)  # noqa: E731
-    assert len(gs.advise(plain, jnp.ones((8, 4)), [batch, (d.params, 2 * Z)]).costs) > 1
+    assert len(gs.advise(plain, jnp.ones((8, 4)), [batch, (d.params, 2 * Z)]).candidates) > 1
     assert bits(d) == before
 
 

@@ -256,7 +256,7 @@ def test_it_takes_the_steps_of_the_bricks():
     """Losses, parameters and scales are those of a loop over `value_and_grad`, `update` and
     `apply_updates`, bit for bit, also of a transformation that is wrapped already."""
     params, loss_fn = jnp.ones((4, 1)), gs.autocast(lambda w, x, y: squared(x @ w, y))
-    tx = gs.loss_scaled(optax.adam(0.1), gs.DynamicLossScale(2.0**30, increment_period=2))
+    tx = gs.with_loss_scale(optax.adam(0.1), gs.DynamicLossScale(2.0**30, increment_period=2))
 
     @jax.jit
     def by_bricks(params, opt_state, x):
@@ -283,7 +283,7 @@ def test_it_takes_the_steps_of_the_bricks():
 
 def test_each_state_of_an_ensemble_has_its_own_scale():
     """Under `jax.vmap` one member skips its step, and the others take theirs."""
-    tx = gs.loss_scaled(optax.sgd(0.1))
+    tx = gs.with_loss_scale(optax.sgd(0.1))
     state = jax.vmap(lambda w: gs.TrainState.create(w, tx))(jnp.ones((3, 4, 1)))
 
     def step(state, x):
@@ -438,7 +438,7 @@ MISTAKES = {
     ),
     "a rule of two": (
         lambda: gs.TrainState.create(
-            W, gs.loss_scaled(optax.sgd(0.1)), loss_scale=gs.FixedLossScale(8.0)
+            W, gs.with_loss_scale(optax.sgd(0.1)), loss_scale=gs.FixedLossScale(8.0)
         ),
         "Expected no loss_scale, as tx has a loss scale",
     ),

@@ -37,13 +37,15 @@ def written_out(tx):
 
 
 TRANSFORMATIONS = {
-    "adam": lambda: gs.loss_scaled(optax.adam(0.1)),
-    "clipped": lambda: gs.loss_scaled(optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5))),
-    "adaptive": lambda: gs.loss_scaled(optax.sgd(0.1), gs.AdaptiveLossScale(), telemetry=True),
-    "value": lambda: gs.loss_scaled(
+    "adam": lambda: gs.with_loss_scale(optax.adam(0.1)),
+    "clipped": lambda: gs.with_loss_scale(
+        optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5))
+    ),
+    "adaptive": lambda: gs.with_loss_scale(optax.sgd(0.1), gs.AdaptiveLossScale(), telemetry=True),
+    "value": lambda: gs.with_loss_scale(
         optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
     ),
-    "inside": lambda: optax.chain(gs.loss_scaled(optax.sgd(0.1)), optax.scale(0.5)),
+    "inside": lambda: optax.chain(gs.with_loss_scale(optax.sgd(0.1)), optax.scale(0.5)),
 }
 
 
@@ -209,9 +211,13 @@ def test_errors_name_the_remedy():
         gs.TrainState.create(params, optax.adam)
     state = gs.TrainState.create(params, plain)
     unscaled = state.replace(opt_state=plain.init(params))
-    with pytest.raises(ValueError, match=r"Expected exactly one state of gainstage\.loss_scaled"):
+    with pytest.raises(
+        ValueError, match=r"Expected exactly one state of gainstage\.with_loss_scale"
+    ):
         gs.train_step(loss_fn)(unscaled, X, Y)
-    with pytest.raises(ValueError, match=r"Wrap the transformation: tx = gainstage\.loss_scaled"):
+    with pytest.raises(
+        ValueError, match=r"Wrap the transformation: tx = gainstage\.with_loss_scale"
+    ):
         gs.train_step(loss_fn)(unscaled, X, Y)
     number = gs.TrainState.create({"w": 1.0}, plain)
     with pytest.raises(TypeError, match=r"Expected arrays in params; got 1\.0\. Make it an array"):
@@ -234,7 +240,7 @@ PARAMETERS_IN_THE_STATE = {
 @pytest.mark.parametrize("name", PARAMETERS_IN_THE_STATE)
 def test_a_state_that_begins_with_the_parameters_is_donated(name):
     """An `init` that puts the parameters themselves into the state needs no copy by the user."""
-    tx = gs.loss_scaled(PARAMETERS_IN_THE_STATE[name]())
+    tx = gs.with_loss_scale(PARAMETERS_IN_THE_STATE[name]())
     step, other = gs.train_step(loss_fn), gs.train_step(loss_fn, donate=False)
     a, b = gs.TrainState.create(first(), tx), gs.TrainState.create(first(), tx)
     for _ in range(3):

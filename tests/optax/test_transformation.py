@@ -29,7 +29,7 @@ def loss_fn(params, x):
 
 def make(tx, dtype=jnp.float32, rule="dynamic", size=4):
     params = {"w": jnp.ones(size, dtype), "b": jnp.full((), -0.0, dtype)}
-    tx = gs.loss_scaled(tx, rule)
+    tx = gs.with_loss_scale(tx, rule)
     return params, tx, tx.init(params)
 
 
@@ -70,7 +70,7 @@ def test_integers_among_the_parameters_have_no_gradient(compiled):
     params = {"w": jnp.ones(2), "table": jnp.arange(4).reshape(2, 2)}
     base = optax.masked(optax.sgd(0.5), {"w": True, "table": False})
     tx, using = (
-        gs.loss_scaled(base, gs.AdaptiveLossScale(), telemetry=True),
+        gs.with_loss_scale(base, gs.AdaptiveLossScale(), telemetry=True),
         partial(jax.value_and_grad, allow_int=True),
     )
 
@@ -119,7 +119,7 @@ def test_keyword_arguments_of_an_nnx_loss():
 
 def test_complex_gradients_are_read_in_both_parts():
     """A NaN in the imaginary part alone is a skipped step."""
-    tx, params = gs.loss_scaled(optax.sgd(0.5), telemetry=True), jnp.ones(2, jnp.complex64)
+    tx, params = gs.with_loss_scale(optax.sgd(0.5), telemetry=True), jnp.ones(2, jnp.complex64)
     state = tx.init(params)
     updates, state = tx.update(jnp.array([complex(1, np.nan), 1]), state, params)
     np.testing.assert_array_equal(updates, 0)
@@ -155,7 +155,7 @@ def test_a_skipped_step_changes_nothing_but_the_scale(dtype, compiled):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_apply_updates_leaves_the_weights_of_a_skipped_step_alone(compiled):
     """Bit for bit, subnormal ones and those that a transformation behind would move included."""
-    tx = optax.chain(gs.loss_scaled(optax.sgd(0.5)), optax.add_decayed_weights(-0.5))
+    tx = optax.chain(gs.with_loss_scale(optax.sgd(0.5)), optax.add_decayed_weights(-0.5))
     params = {
         "w": jnp.array([1e-40, -0.0, 1.0]),
         "half": jnp.array([6e-8, -1.0], jnp.float16),
@@ -186,11 +186,13 @@ def test_one_loss_has_one_scale():
     """A state with a scale for each group is refused; one scale around the groups skips both."""
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}
     groups = {"a": optax.sgd(0.5), "b": optax.adam(0.5)}
-    scaled = {name: gs.loss_scaled(tx) for name, tx in groups.items()}
+    scaled = {name: gs.with_loss_scale(tx) for name, tx in groups.items()}
     state = optax.multi_transform(scaled, {"a": "a", "b": "b"}).init(params)
-    with pytest.raises(ValueError, match=r"One loss has one scale: loss_scaled\(optax.multi_tr"):
+    with pytest.raises(
+        ValueError, match=r"One loss has one scale: with_loss_scale\(optax.multi_tr"
+    ):
         gs.value_and_grad(loss_fn, state)
-    tx = gs.loss_scaled(optax.multi_transform(groups, {"a": "a", "b": "b"}))
+    tx = gs.with_loss_scale(optax.multi_transform(groups, {"a": "a", "b": "b"}))
     state = tx.init(params)
     updates, state = tx.update({"a": jnp.ones(2), "b": jnp.full(2, jnp.nan)}, state, params)
     kept = apply_updates(params, updates, state)
@@ -204,7 +206,7 @@ def test_training_goes_on_after_a_storm_of_bad_batches(rng):
     """By default a float16 run reaches the same loss after 60 batches of NaN as without them."""
     x = jnp.asarray(rng.normal(size=(64, 8)), jnp.float16)
     params = {"w": jnp.asarray(rng.normal(size=(8, 16)), jnp.float32) / 3, "v": jnp.ones(16) / 4}
-    tx = gs.loss_scaled(optax.adam(0.01))
+    tx = gs.with_loss_scale(optax.adam(0.01))
 
     def loss(params, bad):
         hidden = jnp.tanh(jnp.where(bad, jnp.nan, x) @ params["w"].astype(jnp.float16))
@@ -262,7 +264,7 @@ def test_finite_steps_are_those_of_the_wrapped_transformation():
 def test_it_composes(wrap):
     """The state is found inside of chains, and a bad step is skipped there too."""
     params = {"w": jnp.ones(3)}
-    tx = wrap(gs.loss_scaled(optax.sgd(0.1)))
+    tx = wrap(gs.with_loss_scale(optax.sgd(0.1)))
     state = tx.init(params)
     for x in (1.0, jnp.inf):
         for _ in range(2):
@@ -335,7 +337,7 @@ def test_a_rule_gets_the_loss_as_value():
 def test_what_is_no_state_is_named_with_its_own_remedy(wrong, words):
     """The error says what was passed in place of the state, and what to write."""
     params = {"w": jnp.ones(3)}
-    tx = gs.loss_scaled(optax.adam(0.1))
+    tx = gs.with_loss_scale(optax.adam(0.1))
     with pytest.raises(ValueError, match=words):
         gs.value_and_grad(loss_fn, wrong(tx, params))(params)
     with pytest.raises(ValueError, match=words):
@@ -346,9 +348,9 @@ def test_the_state_is_found_or_named():
     """No state, or two, is a ValueError that says what was found."""
     params = {"w": jnp.ones(3)}
     plain = optax.adam(0.1).init(params)
-    with pytest.raises(ValueError, match=r"exactly one state of gainstage.loss_scaled.*got 0"):
+    with pytest.raises(ValueError, match=r"exactly one state of gainstage.with_loss_scale.*got 0"):
         gs.value_and_grad(loss_fn, plain)
-    scaled = gs.loss_scaled(optax.sgd(0.1)).init(params)
+    scaled = gs.with_loss_scale(optax.sgd(0.1)).init(params)
     with pytest.raises(ValueError, match="got 2"):
         gs.value_and_grad(loss_fn, [scaled, scaled])
 
@@ -356,9 +358,9 @@ def test_the_state_is_found_or_named():
 def test_wrong_arguments():
     """What is no transformation, or no loss scale, is a TypeError."""
     with pytest.raises(TypeError, match="GradientTransformation for tx"):
-        gs.loss_scaled(0.1)
+        gs.with_loss_scale(0.1)
     with pytest.raises(TypeError, match="a rule for loss_scale"):
-        gs.loss_scaled(optax.sgd(0.1), [128.0])
+        gs.with_loss_scale(optax.sgd(0.1), [128.0])
 
 
 def test_errors_name_the_remedy():
@@ -367,20 +369,20 @@ def test_errors_name_the_remedy():
     with pytest.raises(
         TypeError, match=r"Write optax.adam\(1e-3\), or .*LossScaleOptimizer\(optimizer\)"
     ):
-        gs.loss_scaled(adam)
+        gs.with_loss_scale(adam)
     with pytest.raises(
-        TypeError, match=r"Use gainstage.optimizers.from_optax\(tx\), or gainstage.loss_scaled"
+        TypeError, match=r"Use gainstage.optimizers.from_optax\(tx\), or gainstage.with_loss_scale"
     ):
         LossScaleOptimizer(tx)
     for wrap in (
-        lambda: gs.loss_scaled(tx, "adaptive"),
+        lambda: gs.with_loss_scale(tx, "adaptive"),
         lambda: LossScaleOptimizer(adam, loss_scale="adaptive"),
     ):
         with pytest.raises(
             TypeError, match=r"\"dynamic\", a number, None, .*Dynamic.*AdaptiveLossScale\(\), F"
         ):
             wrap()
-    state = gs.loss_scaled(tx).init(jnp.ones(3))
+    state = gs.with_loss_scale(tx).init(jnp.ones(3))
     with pytest.raises(TypeError, match=r"got shape \(3,\)"):
         gs.value_and_grad(lambda w: w**2, state)(jnp.ones(3))
     w, opt = Variable([1.0]), LossScaleOptimizer(adam)
@@ -461,7 +463,7 @@ def test_state_that_moves_about_is_kept_leaf_by_leaf():
 def test_the_state_can_be_asked_wherever_it_is():
     """Scale, scaled loss and whether the last step was applied, through `chain` and under jit."""
     params = {"w": jnp.ones(3, jnp.float16)}
-    tx = optax.chain(optax.clip(1.0), gs.loss_scaled(optax.sgd(0.5)))
+    tx = optax.chain(optax.clip(1.0), gs.with_loss_scale(optax.sgd(0.5)))
     state = tx.init(params)
     assert bool(step_was_applied(state))
     scaled = scale_loss(jnp.float16(2.0), state)
@@ -494,7 +496,7 @@ WRAPPED = {
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
 def test_it_works_as_a_part(wrap):
     """In a part of a larger transformation the state is found, and its part is skipped alone."""
-    tx = wrap(gs.loss_scaled(optax.sgd(0.5, momentum=0.9), gs.DynamicLossScale(8.0)))
+    tx = wrap(gs.with_loss_scale(optax.sgd(0.5, momentum=0.9), gs.DynamicLossScale(8.0)))
     params = {"w": jnp.ones(2), "b": jnp.ones(())}
     state = tx.init(params)
     update = jax.jit(tx.update)
@@ -525,7 +527,7 @@ def test_it_wraps_larger_ones(inner):
     """Around a larger transformation a bad step leaves all of its state, and the good ones are
     those of the transformation alone."""
     params = {"w": jnp.ones(2), "b": jnp.ones(())}
-    tx = gs.loss_scaled(inner)
+    tx = gs.with_loss_scale(inner)
     state, alone = tx.init(params), inner.init(params)
     update, update_alone = jax.jit(tx.update), jax.jit(inner.update)
     for step in range(6):
@@ -543,8 +545,8 @@ def test_it_wraps_larger_ones(inner):
 # Asked for in fairscale#834 (scales of parts).
 def test_several_parts_have_a_scale_each():
     """Two scaled parts in one tree keep their own scale; asked without saying which, an error."""
-    parts = {"a": gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(8.0)),
-             "b": gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(64.0))}  # fmt: skip
+    parts = {"a": gs.with_loss_scale(optax.sgd(0.1), gs.DynamicLossScale(8.0)),
+             "b": gs.with_loss_scale(optax.sgd(0.1), gs.DynamicLossScale(64.0))}  # fmt: skip
     tx = optax.multi_transform(parts, {"w": "a", "v": "b"})
     params = {"w": jnp.ones(2), "v": jnp.ones(2)}
     _, state = tx.update({"w": jnp.full(2, jnp.nan), "v": jnp.ones(2)}, tx.init(params), params)
@@ -556,7 +558,7 @@ def test_several_parts_have_a_scale_each():
 
 def test_none_and_integers_in_the_tree():
     """A parameter that is None stays None; integers are no gradients, and say so as in JAX."""
-    tx = gs.loss_scaled(optax.sgd(0.5))
+    tx = gs.with_loss_scale(optax.sgd(0.5))
     params = {"w": jnp.ones(2), "nothing": None}
     state = tx.init(params)
     loss, grads = gs.value_and_grad(lambda p: (p["w"] ** 2).sum(), state)(params)
@@ -584,7 +586,7 @@ def test_all_devices_agree_inside_of_shard_map(kind, checked, size):
     def put(x, *spec):
         return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
-    tx = gs.loss_scaled(optax.adam(0.1), telemetry=True)
+    tx = gs.with_loss_scale(optax.adam(0.1), telemetry=True)
     params = {"w": put(jnp.ones((8, size)), "data"), "b": put(jnp.ones(size))}
     specs = {"w": PartitionSpec("data"), "b": PartitionSpec()}
     state = tx.init(params)
@@ -669,7 +671,7 @@ def test_the_state_is_stored_by_orbax_and_msgpack(tmp_path):
 def test_a_fresh_state_can_be_donated(rule, told):
     """An optax loop may donate what `init` returned: no two leaves are one array."""
     params = {"w": jnp.ones(4)}
-    tx = gs.loss_scaled(optax.adam(0.1), rule, **{"telemetry": True} | told if told else {})
+    tx = gs.with_loss_scale(optax.adam(0.1), rule, **{"telemetry": True} | told if told else {})
     state = tx.init(params)
     leaves = jax.tree.leaves(state)
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
@@ -687,14 +689,14 @@ def test_a_fresh_state_can_be_donated(rule, told):
 
 def test_a_forgotten_has_aux_is_named():
     """A function that returns (loss, aux) without has_aux=True is told about it."""
-    state = gs.loss_scaled(optax.sgd(0.1)).init(jnp.float32(1.0))
+    state = gs.with_loss_scale(optax.sgd(0.1)).init(jnp.float32(1.0))
     with pytest.raises(TypeError, match="has_aux=True"):
         gs.value_and_grad(lambda w: (w**2, 0), state)(jnp.float32(1.0))
 
 
 def test_a_plain_optax_state_is_told_how_to_make_one():
-    """`value_and_grad` on a state without loss scaling names `loss_scaled(tx).init(params)`."""
-    with pytest.raises(ValueError, match=r"loss_scaled\(tx\)\.init\(params\)"):
+    """`value_and_grad` on a state without loss scaling names `with_loss_scale(tx).init(params)`."""
+    with pytest.raises(ValueError, match=r"with_loss_scale\(tx\)\.init\(params\)"):
         gs.value_and_grad(lambda w: w**2, optax.sgd(0.1).init(jnp.float32(1.0)))
 
 
@@ -705,7 +707,7 @@ def test_a_state_keeps_its_types_whatever_a_rule_returns():
         def update(self, state, finite, **measured):
             return state._replace(scale=jnp.where(finite, 2.0, 1.0), good_steps=3.0)
 
-    tx = gs.loss_scaled(optax.sgd(0.5), Careless())
+    tx = gs.with_loss_scale(optax.sgd(0.5), Careless())
     params = jnp.ones(2)
     with jax.enable_x64(True):
         state = tx.init(params)
@@ -718,7 +720,7 @@ def test_a_state_keeps_its_types_whatever_a_rule_returns():
 def test_nan_is_never_applied():
     """optax's `apply_if_finite` in the end applies the NaN; ours never does."""
     params = jnp.float32(1.0)
-    tx = gs.loss_scaled(optax.adam(0.1))
+    tx = gs.with_loss_scale(optax.adam(0.1))
     state = tx.init(params)
     update = jax.jit(tx.update)
     for _ in range(300):
@@ -741,7 +743,7 @@ def test_nan_is_never_applied():
 )  # fmt: skip
 def test_float16_gradients_of_zero_give_no_nan(name):
     """Whatever optax's rule divides by, it is done in float32, where its epsilon is not 0."""
-    tx = gs.loss_scaled(getattr(optax, name)(0.125))
+    tx = gs.with_loss_scale(getattr(optax, name)(0.125))
     params = jnp.ones(3, jnp.float16)
     state, update = tx.init(params), jax.jit(tx.update)
     for gradient in (0.0, 0.0, 6e-8):
@@ -752,7 +754,7 @@ def test_float16_gradients_of_zero_give_no_nan(name):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_state_may_hold_a_python_number(compiled):
     """A learning rate or a scale that is replaced by a number is used."""
-    tx = gs.loss_scaled(optax.inject_hyperparams(optax.sgd)(learning_rate=0.125))
+    tx = gs.with_loss_scale(optax.inject_hyperparams(optax.sgd)(learning_rate=0.125))
     params = {"w": jnp.ones(3)}
     state = tx.init(params)
     update = jax.jit(tx.update) if compiled else tx.update
@@ -770,7 +772,7 @@ def test_a_state_may_hold_a_python_number(compiled):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_gradient_of_an_integer_leaf_is_passed_on(compiled, scale):
     """An int32 gradient, as optax alone takes it, is neither checked nor unscaled."""
-    tx = gs.loss_scaled(optax.masked(optax.sgd(0.5), {"w": True, "n": False}), telemetry=True)
+    tx = gs.with_loss_scale(optax.masked(optax.sgd(0.5), {"w": True, "n": False}), telemetry=True)
     params = {"w": jnp.ones(3), "n": jnp.arange(3)}
     state = tx.init(params)
     update = jax.jit(tx.update) if compiled else tx.update
@@ -792,7 +794,7 @@ def test_a_sum_of_microbatches_that_overflows_is_skipped(mean, sign, nested):
     if nested:
         groups = {"a": tx, "b": optax.sgd(1.0)}
         tx = optax.multi_transform(groups, {"w": "a", "b": "b"})
-    tx = gs.loss_scaled(tx)
+    tx = gs.with_loss_scale(tx)
     params = {"w": jnp.ones(3), "b": jnp.ones(2)}
     state, applied = tx.init(params), []
     for i in range(5):
@@ -809,7 +811,7 @@ def test_a_sum_of_microbatches_that_overflows_is_skipped(mean, sign, nested):
 
 LOOPS = {
     "scaled": """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); state = tx.init(w)
 loss, grads = gs.value_and_grad(loss_fn, state)(w)
 tx.update(grads, state, w)
 """,
@@ -817,40 +819,40 @@ tx.update(grads, state, w)
 gs.train_step(loss_fn)(gs.TrainState.create(w, optax.sgd(0.1)))
 """,
     "by hand": """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); state = tx.init(w)
 grads = jax.grad(lambda w: loss_fn(w) * gs.transforms.current_scale(state))(w)
 tx.update(grads / gs.transforms.current_scale(state), state, w)
 """,
     "scale_loss": """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); state = tx.init(w)
 grads = jax.grad(lambda w: gs.transforms.scale_loss(loss_fn(w), state))(w)
 tx.update(grads / gs.transforms.current_scale(state), state, w)
 """,
     "unscaled by it": """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); state = tx.init(w)
 tx.update(jax.grad(lambda w: loss_fn(w) * 8)(w), state, w, loss_scale=8.0)
 """,
     "local": """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); state = tx.init(w)
 tx.update(jax.grad(gs.transforms.locally_scaled(loss_fn, 8.0))(w), state, w)
 """,
     "by itself": """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); state = tx.init(w)
 tx.update(jax.grad(gs.autocast(loss_fn, loss_scale=2.0**15))(w), state, w)
 """,
     "no scale": """
-tx = gs.loss_scaled(optax.sgd(0.1), gs.FixedLossScale(1.0)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1), gs.FixedLossScale(1.0)); state = tx.init(w)
 tx.update(jax.grad(loss_fn)(w), state, w)
 """,
     "restored": """
 import pickle
-tx = gs.loss_scaled(optax.sgd(0.1)); state = pickle.loads(pickle.dumps(tx.init(w)))
+tx = gs.with_loss_scale(optax.sgd(0.1)); state = pickle.loads(pickle.dumps(tx.init(w)))
 loss, grads = gs.value_and_grad(loss_fn, state)(w)
 jax.jit(tx.update)(grads, state, w)
 """,
     "filtered": """
 warnings.filterwarnings("ignore", message="No loss was multiplied")
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); state = tx.init(w)
 tx.update(jax.grad(loss_fn)(w), state, w)
 """,
 }
@@ -869,7 +871,7 @@ def told(code, length=23):
 
 WRONG = {
     "with the scale as a metric": """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); state = tx.init(w)
 @jax.jit
 def step(w, state):
     loss, grads = jax.value_and_grad(loss_fn)(w)
@@ -882,25 +884,26 @@ def other(w, state):
 for _ in range(3): state, _ = other(w, state); state, _ = step(w, state)
 """,
     "after a loss that scales itself, and a step of another model": """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); state = tx.init(w)
 jax.jit(jax.grad(gs.autocast(loss_fn, loss_scale=2.0**15)))(w)
 gs.train_step(loss_fn)(gs.TrainState.create(w + 0, optax.sgd(0.1)))
 step = jax.jit(lambda w, state: tx.update(jax.grad(loss_fn)(w), state, w)[1])
 for _ in range(3): state = step(w, state)
 """,
     "after a look at a gradient": """
-tx = gs.loss_scaled(optax.sgd(0.1)); gs.value_and_grad(loss_fn, tx.init(w))(w); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); gs.value_and_grad(loss_fn, tx.init(w))(w)
+state = tx.init(w)
 step = jax.jit(lambda w, state: tx.update(jax.grad(loss_fn)(w), state, w)[1])
 for _ in range(3): state = step(w, state)
 """,
     "beside a gradient of another model": """
-tx, other = (gs.loss_scaled(optax.sgd(0.1)) for _ in range(2)); state = tx.init(w)
+tx, other = (gs.with_loss_scale(optax.sgd(0.1)) for _ in range(2)); state = tx.init(w)
 norm = jax.jit(lambda w, state: jnp.linalg.norm(gs.value_and_grad(loss_fn, state)(w)[1]))
 step = jax.jit(lambda w, state: tx.update(jax.grad(loss_fn)(w), state, w)[1])
 for _ in range(3): norm(w, other.init(w)); state = step(w, state)
 """,
     "beside a loss that scales itself": """
-tx = gs.loss_scaled(optax.sgd(0.1)); one, two = tx.init(w), tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); one, two = tx.init(w), tx.init(w)
 @jax.jit
 def step(w, one, two):
     first, second = jax.grad(gs.autocast(loss_fn, loss_scale=2.0**15))(w), jax.grad(loss_fn)(2 * w)
@@ -918,19 +921,19 @@ def test_a_compiled_step_whose_gradients_have_no_scale_is_told(loop):
 
 RIGHT = {
     "a fixed scale": """
-tx = gs.loss_scaled(optax.sgd(0.1), gs.FixedLossScale(8.0)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1), gs.FixedLossScale(8.0)); state = tx.init(w)
 grad_fn = gs.value_and_grad(loss_fn, state)
 for _ in range(3):
     _, state = tx.update(grad_fn(w)[1], state, w)
 """,
     "two models": """
-tx = gs.loss_scaled(optax.sgd(0.1)); one, two = tx.init(w), tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); one, two = tx.init(w), tx.init(w)
 for _ in range(3):
     first, second = (gs.value_and_grad(loss_fn, state)(w)[1] for state in (one, two))
     one, two = tx.update(first, one, w)[1], tx.update(second, two, w)[1]
 """,
     "two models, compiled": """
-tx = gs.loss_scaled(optax.sgd(0.1)); one, two = tx.init(w), tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); one, two = tx.init(w), tx.init(w)
 @jax.jit
 def step(w, one, two):
     first, second = (gs.value_and_grad(loss_fn, state)(w)[1] for state in (one, two))
@@ -938,7 +941,7 @@ def step(w, one, two):
 for _ in range(3): one, two = step(w, one, two)
 """,
     "in the carry": """
-tx = gs.loss_scaled(optax.sgd(0.1))
+tx = gs.with_loss_scale(optax.sgd(0.1))
 def body(carry, _):
     w, state = carry
     updates, state = tx.update(gs.value_and_grad(loss_fn, state)(w)[1], state, w)
@@ -946,24 +949,24 @@ def body(carry, _):
 jax.lax.scan(body, (w, tx.init(w)), length=3)
 """,
     "two compiled functions": """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); state = tx.init(w)
 compute = jax.jit(lambda w, state: gs.value_and_grad(loss_fn, state)(w)[1])
 for _ in range(3):
     _, state = tx.update(compute(w, state), state, w)
 """,
     "eager gradients, compiled update": """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w); update = jax.jit(tx.update)
+tx = gs.with_loss_scale(optax.sgd(0.1)); state = tx.init(w); update = jax.jit(tx.update)
 for _ in range(3):
     _, state = update(gs.value_and_grad(loss_fn, state)(w)[1], state, w)
 """,
     "a window of gradients": """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); state = tx.init(w)
 for _ in range(2):
     grads = [gs.value_and_grad(loss_fn, state)(w)[1] for _ in range(3)]
     _, state = tx.update(sum(grads) / 3, state, w)
 """,
     "a look at the loss": """
-tx = gs.loss_scaled(optax.sgd(0.1)); chain = optax.chain(tx, optax.scale(1.0))
+tx = gs.with_loss_scale(optax.sgd(0.1)); chain = optax.chain(tx, optax.scale(1.0))
 state, nested = gs.TrainState.create(w, tx), gs.TrainState.create(w + 0, chain)
 step = gs.train_step(loss_fn)
 for _ in range(3):
@@ -972,14 +975,14 @@ for _ in range(3):
     nested, _ = step(nested)
 """,
     "scaled by hand": """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); state = tx.init(w)
 for _ in range(3):
     scale = gs.transforms.current_scale(state)
     grads = jax.grad(lambda w: gs.transforms.scale_loss(loss_fn(w), state))(w)
     _, state = tx.update(grads, state, w, loss_scale=scale)
 """,
     "scaled by hand, compiled, in all ways": """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); state = tx.init(w)
 by_scale = lambda w, scale: jax.grad(lambda w: loss_fn(w) * scale)(w)
 ways = [
     lambda w, scale: by_scale(w, scale) / scale,
@@ -1001,7 +1004,7 @@ for way in ways:
     for _ in range(2): state, _ = step(w, state)
 """,
     "scaled by itself, with the scale as a metric": """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); state = tx.init(w)
 scaled, local = gs.autocast(loss_fn, loss_scale=2.0**15), gs.transforms.locally_scaled(loss_fn, 8.0)
 for loss in (scaled, local):
     for grad in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.checkpoint(jax.grad(loss))):
@@ -1011,7 +1014,7 @@ for loss in (scaled, local):
         for _ in range(2): state, _ = step(w, state)
 """,
     "two compiled functions with the scale as a metric": """
-tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx = gs.with_loss_scale(optax.sgd(0.1)); state = tx.init(w)
 compute = jax.jit(lambda w, state: gs.value_and_grad(loss_fn, state)(w)[1])
 @jax.jit
 def update(grads, state, w):
@@ -1055,9 +1058,9 @@ def test_the_state_of_another_rule_names_both(how):
     rules = [gs.AdaptiveLossScale(), gs.DynamicLossScale(), gs.DynamicLossScale(hysteresis=2)]
     names = ["AdaptiveLossScale", "DynamicLossScale", r"DynamicLossScale\(hysteresis=...\)"]
     params = {"w": jnp.ones(3)}
-    others = [gs.loss_scaled(optax.sgd(0.1), rule) for rule in [*rules, gs.FixedLossScale(8.0)]]
+    others = [gs.with_loss_scale(optax.sgd(0.1), rule) for rule in [*rules, gs.FixedLossScale(8.0)]]
     for rule in rules:
-        tx, step = gs.loss_scaled(optax.sgd(0.1), rule), gs.train_step(lambda p: p["w"].sum())
+        tx, step = gs.with_loss_scale(optax.sgd(0.1), rule), gs.train_step(lambda p: p["w"].sum())
         for other, name in zip(others, [*names, "FixedLossScale"], strict=True):
             state = gs.TrainState.create(params, tx).replace(opt_state=other.init(params))
             if jax.tree.structure(state.opt_state) == jax.tree.structure(tx.init(params)):
@@ -1110,7 +1113,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
 def test_the_state_of_another_chain_is_refused(made, used, place, how):
     """A state of another chain is named as such, also by a chain that would not read it."""
     params = {"w": jnp.ones(3)}
-    tx, opt_state = gs.loss_scaled(used), gs.loss_scaled(made).init(params)
+    tx, opt_state = gs.with_loss_scale(used), gs.with_loss_scale(made).init(params)
     state = gs.TrainState.create(params, tx).replace(opt_state=opt_state)
     step = gs.train_step(lambda p: p["w"].sum())
     with pytest.raises(ValueError, match=rf"made by another chain.* differ in .*{place}"):
@@ -1123,7 +1126,7 @@ def test_the_state_of_another_chain_is_refused(made, used, place, how):
 def test_a_state_of_parameters_of_another_shape_is_refused(inside, size, how):
     """A state for parameters of other shapes is refused, whether or not these broadcast."""
     params = {"w": jnp.ones(3)}
-    tx = gs.loss_scaled(inside)
+    tx = gs.with_loss_scale(inside)
     state = gs.TrainState.create({"w": jnp.ones(size)}, tx).replace(params=params)
     step = gs.train_step(lambda p: p["w"].sum())
     with pytest.raises(ValueError, match=r"for other parameters: they differ in .*mu\['w'\]"):
@@ -1136,7 +1139,7 @@ def test_a_chain_whose_state_cannot_be_made_again_takes_any():
     def init(params):
         return optax.trace(0.9).init(jax.tree.map(np.asarray, params))
 
-    tx = gs.loss_scaled(optax.GradientTransformation(init, optax.trace(0.9).update))
+    tx = gs.with_loss_scale(optax.GradientTransformation(init, optax.trace(0.9).update))
     for given in (tx, optax.chain(tx), optax.GradientTransformation(init, optax.trace(0.9).update)):
         state = gs.TrainState.create({"w": jnp.ones(3)}, given)
         assert float(gs.train_step(lambda p: p["w"].sum())(state)[1]) == 3.0
@@ -1239,7 +1242,7 @@ def test_integer_parameters_are_added_to():
     leaves it alone."""
     params = {"w": jnp.ones(2), "count": jnp.array([5, 7])}
     updates = {"w": jnp.ones(2), "count": jnp.array([2, -3])}
-    state = gs.loss_scaled(optax.sgd(0.1)).init({"w": params["w"]})
+    state = gs.with_loss_scale(optax.sgd(0.1)).init({"w": params["w"]})
     new = apply_updates(params, updates, state)
     assert (new["count"].tolist(), new["count"].dtype) == ([7, 4], params["count"].dtype)
     kept = apply_updates(params, updates, state._replace(applied=jnp.array(False)))
@@ -1249,13 +1252,14 @@ def test_integer_parameters_are_added_to():
 @pytest.mark.parametrize("around", [lambda tx: optax.MultiSteps(tx, 4), optax.apply_if_finite])
 def test_a_loss_is_not_scaled_by_a_state_inside_of_what_hides_an_overflow(around):
     """`scale_loss` refuses it as `value_and_grad` does: one NaN would stay in the sum for good."""
-    tx = around(gs.loss_scaled(optax.sgd(0.1)), *([] if around.__name__ == "<lambda>" else [9]))
+    tx = around(gs.with_loss_scale(optax.sgd(0.1)), *([] if around.__name__ == "<lambda>" else [9]))
     with pytest.raises(ValueError, match="around"):
         gs.transforms.scale_loss(jnp.float32(1), tx.init(jnp.ones(2)))
 
 
 def test_multi_steps_inside_passes_the_loss_on():
-    """`loss_scaled(optax.MultiSteps(tx, k))` gives `value=` to a transformation that wants it."""
+    """`with_loss_scale(optax.MultiSteps(tx, k))` gives `value=` to a transformation that wants
+    it."""
     tx = optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(patience=1))
     loss_fn = lambda w, x: ((w * x) ** 2).sum()  # noqa: E731
     plain = optax.MultiSteps(tx, 2)
@@ -1280,7 +1284,7 @@ def test_multi_steps_inside_passes_the_loss_on():
 )
 def test_value_and_grad_refuses_what_it_cannot_call(arguments, words):
     """The arguments are refused where they are given, as those of `train_step`."""
-    state = gs.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
+    state = gs.with_loss_scale(optax.sgd(0.1)).init(jnp.ones(2))
     given = {"fun": lambda w: w.sum(), "opt_state": state, **arguments}
     with pytest.raises(TypeError, match=words):
         gs.value_and_grad(**given)

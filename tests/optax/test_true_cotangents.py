@@ -73,7 +73,7 @@ def of_train_step(half, scale):
 
 
 def of_value_and_grad(half, scale):
-    state = gs.loss_scaled(optax.sgd(1.0), gs.FixedLossScale(scale)).init(W)
+    state = gs.with_loss_scale(optax.sgd(1.0), gs.FixedLossScale(scale)).init(W)
     return jax.jit(lambda w, s, x: gs.value_and_grad(half, s)(w, x)[1])(W, state, X)
 
 
@@ -83,12 +83,12 @@ def of_state(half, scale):
 
 
 def of_eager(half, scale):
-    state = gs.loss_scaled(optax.sgd(1.0), gs.FixedLossScale(scale)).init(W)
+    state = gs.with_loss_scale(optax.sgd(1.0), gs.FixedLossScale(scale)).init(W)
     return gs.value_and_grad(half, state)(W, X)[1]
 
 
 def of_scale_loss(half, scale):
-    state = gs.loss_scaled(optax.sgd(1.0), gs.FixedLossScale(scale)).init(W)
+    state = gs.with_loss_scale(optax.sgd(1.0), gs.FixedLossScale(scale)).init(W)
 
     @jax.jit
     def grads(w, state, x):
@@ -288,7 +288,7 @@ def test_a_gradient_through_a_step_is_that_of_float32():
     def through(grad):
         return jax.jit(jax.grad(lambda w, x: loss(w - 0.5 * grad(w, x), x), (0, 1)))(W, X)
 
-    state = gs.loss_scaled(optax.sgd(1.0), gs.FixedLossScale(2.0**10)).init(W)
+    state = gs.with_loss_scale(optax.sgd(1.0), gs.FixedLossScale(2.0**10)).init(W)
     found = through(lambda w, x: gs.value_and_grad(gs.autocast(loss), state)(w, x)[1])
     for a, b in zip(found, through(jax.grad(loss)), strict=True):
         assert distance(a, b) < 1e-2

@@ -53,7 +53,7 @@ def in_optimizer(on, steps):
 def in_optax(on, steps):
     """The same of `optax.MultiSteps`, which extends its windows."""
     rule = gs.DynamicLossScale(INITIAL, increment_period=PERIOD, min_scale=2.0**-24)
-    tx = gs.loss_scaled(optax.MultiSteps(optax.sgd(RATE), steps), rule)
+    tx = gs.with_loss_scale(optax.MultiSteps(optax.sgd(RATE), steps), rule)
     params = jnp.zeros(3)
 
     def step(state, true, accepted):

@@ -68,7 +68,7 @@ def test_optax_loops_share_a_decision_too():
     """`apply_if=False` skips a finite step: updates of -0.0, the state as it was, the scale not
     lowered, and telemetry says so."""
     params = jnp.ones(3)
-    tx = gs.loss_scaled(optax.adam(0.1), telemetry=True)
+    tx = gs.with_loss_scale(optax.adam(0.1), telemetry=True)
     state = tx.init(params)
     _, state = tx.update(params, state, params)
     updates, new = tx.update(params, state, params, apply_if=jnp.array(False))
@@ -98,7 +98,7 @@ def test_only_a_bool_scalar_decides(wrong):
     """Anything else for `apply_if` is an error, and nothing is built or changed; a bool of Python,
     numpy or JAX, and a variable of one, decides."""
     w, opt = Variable(1.0), LossScaleOptimizer(SGD(0.5), 1.0)
-    tx = gs.loss_scaled(optax.sgd(0.5))
+    tx = gs.with_loss_scale(optax.sgd(0.5))
     with pytest.raises((TypeError, ValueError), match="Expected a bool scalar for apply_if; got"):
         opt.apply([1.0], [w], apply_if=wrong)
     with pytest.raises((TypeError, ValueError), match="Expected a bool scalar for apply_if; got"):
@@ -113,7 +113,7 @@ def test_a_veto_is_no_overflow():
     """Where `apply_if` turns down finite gradients telemetry says that they were finite and the
     step was not applied; a recorded run puts it down to `apply_if`."""
     w, opt = Variable(1.0), LossScaleOptimizer(SGD(0.5), 8.0, telemetry=True)
-    tx = gs.loss_scaled(optax.sgd(0.5), telemetry=True)
+    tx = gs.with_loss_scale(optax.sgd(0.5), telemetry=True)
     params = jnp.ones(())
     state = tx.init(params)
     infos = []

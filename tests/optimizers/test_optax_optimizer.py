@@ -133,7 +133,7 @@ def by_multi_transform(steps):
     """The weights, the scale and the number of skipped steps of the same run in optax."""
     labels = {"body": "adam", "head": "sgd"}
     groups = {"adam": optax.adam(0.01, eps=0.0), "sgd": optax.sgd(0.05, momentum=0.9)}
-    tx = gs.loss_scaled(optax.multi_transform(groups, labels), RULE)
+    tx = gs.with_loss_scale(optax.multi_transform(groups, labels), RULE)
     params = {"body": jnp.ones(8), "head": jnp.ones(8)}
     state = tx.init(params)
 

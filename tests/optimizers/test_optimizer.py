@@ -887,7 +887,7 @@ def test_adam_steps_for_tiny_float16_gradients(gradient, step):
     """optax's Adam on float16 weights gives -inf or NaN for tiny and zero gradients; ours steps."""
     grads, params = jnp.full(3, gradient, jnp.float16), jnp.ones(3, jnp.float16)
     var, opt = Variable(params), gs.optimizers.Adam(0.125)
-    tx = gs.loss_scaled(optax.adam(0.125))
+    tx = gs.with_loss_scale(optax.adam(0.125))
     state = tx.init(params)
     for i in range(1, 4):
         opt.apply([grads], [var])
@@ -905,7 +905,7 @@ def test_float16_gradients_are_clipped_by_a_float32_norm():
     """The norm of float16 gradients overflows in optax, so that all become 0; ours are clipped."""
     params, grads = jnp.zeros(1000, jnp.float16), jnp.full(1000, 300.0, jnp.float16)
     expected = np.full(1000, -1 / np.sqrt(1000))
-    tx = gs.loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    tx = gs.with_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
     updates, _ = tx.update(grads, tx.init(params), params)
     np.testing.assert_allclose(updates, expected, rtol=1e-3)
     for clip in ("clipnorm", "global_clipnorm"):

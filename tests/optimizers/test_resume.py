@@ -159,9 +159,9 @@ def test_orbax(stops, tmp_path):
 
 
 def test_orbax_of_an_optax_state(tmp_path):
-    """Orbax saves parameters and state of `loss_scaled` as they are."""
+    """Orbax saves parameters and state of `with_loss_scale` as they are."""
     ocp = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
-    tx = gs.loss_scaled(optax.adam(0.1), telemetry=True)
+    tx = gs.with_loss_scale(optax.adam(0.1), telemetry=True)
     params = {"w": jnp.ones(3)}
     state = tx.update({"w": jnp.full(3, 2.0)}, tx.init(params), params)[1]
     with ocp.StandardCheckpointer() as checkpoints:
@@ -173,11 +173,11 @@ def test_orbax_of_an_optax_state(tmp_path):
 
 
 def test_msgpack_of_an_optax_state():
-    """Parameters and state of `loss_scaled` in flax's msgpack, from each of the 50 steps."""
+    """Parameters and state of `with_loss_scale` in flax's msgpack, from each of the 50 steps."""
     serialization = pytest.importorskip("flax.serialization", reason="flax is not installed")
     several = optax.MultiSteps(optax.adamw(0.05), 3).gradient_transformation()
     chain = optax.chain(optax.clip_by_global_norm(0.5), several, optax.ema(0.5))
-    tx = gs.loss_scaled(chain, RULE, telemetry=True)
+    tx = gs.with_loss_scale(chain, RULE, telemetry=True)
 
     @jax.jit
     def step(params, state, grads):

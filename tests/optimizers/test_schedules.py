@@ -107,7 +107,7 @@ def test_a_skipped_step_does_not_move_the_schedule():
     grads = [1.0, np.inf, 1.0, np.nan, 1.0]
     w, params = Variable(0.0), jnp.float32(0.0)
     opt = gs.optimizers.LossScaleOptimizer(SGD(rate), initial_scale=1.0, telemetry=True)
-    tx = gs.loss_scaled(optax.sgd(rate))
+    tx = gs.with_loss_scale(optax.sgd(rate))
     state = tx.init(params)
     for gradient in grads:
         opt.apply([gradient * opt.loss_scale], [w])

@@ -139,7 +139,7 @@ def test_a_variable_may_keep_the_weights_themselves():
 def test_select_if_applied_selects_a_pytree(jitted):
     """In an optax loop what else a step changes stays as it was on a skipped step, in its dtypes:
     arrays, random keys and integers."""
-    tx = gs.loss_scaled(optax.adam(0.1))
+    tx = gs.with_loss_scale(optax.adam(0.1))
     params = jnp.ones(2)
     opt_state = tx.init(params)
     old = {"mean": jnp.zeros(2, jnp.bfloat16), "key": jax.random.key(0), "count": 0, "none": None}
@@ -206,7 +206,7 @@ def test_batch_normalisation_of_nnx_survives_a_skipped_step():
             return self.linear(self.dropout(self.norm(x)))
 
     model = Model(nnx.Rngs(0))
-    opt = nnx.Optimizer(model, gs.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
+    opt = nnx.Optimizer(model, gs.with_loss_scale(optax.sgd(0.1)), wrt=nnx.Param)
     rest = nnx.Not(nnx.Param)
 
     @nnx.jit

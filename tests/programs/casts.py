@@ -8,7 +8,7 @@ import jax
 import gainstage as gs
 from benchmarks import hlo
 from benchmarks.lowered import planned_everywhere, target
-from gainstage.precision import tune
+from gainstage.precision import find_plan
 from studies.autocast_models import MODELS
 
 NAMES = ("mixture of experts", "GRPO step")  # in plain JAX
@@ -58,7 +58,7 @@ def main():
         small, large = MODELS[name](), MODELS[name](large=True)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            plan = tune(
+            plan = find_plan(
                 small.loss, small.params, [(small.batch(0),)], max_error=0.005, progress=False
             )
         args = planned_everywhere((large.params, large.batch(0)), target("h100"))

@@ -24,7 +24,7 @@ def planned(tree, dtype=None):
 def moved(scaled, dtype):
     """The bytes that a step reads and writes."""
     tx = optax.MultiSteps(optax.adam(1e-3), 4).gradient_transformation()
-    tx = gs.loss_scaled(tx) if scaled else tx
+    tx = gs.with_loss_scale(tx) if scaled else tx
     params = planned([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES])
     state = planned(jax.eval_shape(tx.init, params))
 

@@ -251,7 +251,7 @@ def test_devices_measure_together(checked):
     """Inside of `shard_map` all devices measure the largest gradient of all."""
     kind = jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
-    tx = gs.loss_scaled(optax.sgd(0.1), gs.AdaptiveLossScale())
+    tx = gs.with_loss_scale(optax.sgd(0.1), gs.AdaptiveLossScale())
     spec = jax.sharding.PartitionSpec("data")
     params = jax.device_put(jnp.ones(8), jax.sharding.NamedSharding(mesh, spec))
     state = tx.init(params)
@@ -269,7 +269,7 @@ def test_devices_measure_together(checked):
 def test_devices_share_a_loss_that_is_bad_on_one():
     """Inside of `shard_map` a loss of -inf on one device says on all that the data are bad."""
     mesh = jax.make_mesh((8,), ("data",))
-    tx = gs.loss_scaled(optax.sgd(0.1), gs.AdaptiveLossScale())
+    tx = gs.with_loss_scale(optax.sgd(0.1), gs.AdaptiveLossScale())
     spec = jax.sharding.PartitionSpec("data")
     params = jax.device_put(jnp.ones(8), jax.sharding.NamedSharding(mesh, spec))
     state = tx.init(params)
@@ -290,7 +290,7 @@ def test_devices_share_a_loss_that_is_bad_on_one():
 
 def test_in_an_optax_loop_the_loss_is_passed_as_value():
     """`value=` tells a NaN in the data from an overflow."""
-    tx = gs.loss_scaled(optax.sgd(0.1), gs.AdaptiveLossScale())
+    tx = gs.with_loss_scale(optax.sgd(0.1), gs.AdaptiveLossScale())
     params = jnp.ones(3)
     state = tx.init(params)
     _, state = tx.update(params, state, params, value=1.0)

@@ -88,10 +88,10 @@ def of_optimizer(opt, weight, apply):
     return step
 
 
-def in_loss_scaled(start, period, multiplier):
-    """`loss_scaled(...).update`, with TensorFlow's lowest scale."""
+def in_with_loss_scale(start, period, multiplier):
+    """`with_loss_scale(...).update`, with TensorFlow's lowest scale."""
     rule = gs.DynamicLossScale(start, period, multiplier, min_scale=1.0)
-    tx, params = gs.loss_scaled(optax.sgd(0.5), rule), jnp.float32(1.0)
+    tx, params = gs.with_loss_scale(optax.sgd(0.5), rule), jnp.float32(1.0)
 
     def step(state, gradient):
         before = tx.init(params)._replace(rule_state=gs.typing.ScaleState(*state))
@@ -159,7 +159,7 @@ def in_keras(start, period, multiplier):
 
 PERIODS = (1, 3)
 OF_TENSORFLOW = [
-    *itertools.product([in_loss_scaled, in_loss_scale_optimizer, in_v1], [4.0]),
+    *itertools.product([in_with_loss_scale, in_loss_scale_optimizer, in_v1], [4.0]),
     *itertools.product([in_experimental_scale], [2.0, 4.0]),
     *itertools.product([in_experimental_optimizer, in_tf2], [2.0]),
 ]

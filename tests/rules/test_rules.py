@@ -180,7 +180,7 @@ def test_a_rule_is_told_what_it_measures(gradient, largest, nan, inf):
     told = [float(v) for v in opt.variables[:5]]
     np.testing.assert_equal(told, [4, largest, nan, inf, np.nan])
 
-    tx = gs.loss_scaled(optax.sgd(0.1), rule)
+    tx = gs.with_loss_scale(optax.sgd(0.1), rule)
     _, state = jax.jit(tx.update)(gradient, tx.init(gradient), value=jnp.float16(2.5))
     assert state.rule_state == (4, largest, nan, inf, 2.5)
 
@@ -188,7 +188,7 @@ def test_a_rule_is_told_what_it_measures(gradient, largest, nan, inf):
 @pytest.mark.parametrize(("names", "any_nan"), [((), -1), (("any_nan",), 0)])
 def test_a_rule_is_told_nothing_else(names, any_nan):
     """What a rule does not name in `measures` is not handed to it."""
-    tx = gs.loss_scaled(optax.sgd(0.1), asking(*names))
+    tx = gs.with_loss_scale(optax.sgd(0.1), asking(*names))
     _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=2.5)
     assert state.rule_state == (4, -1, any_nan, -1, -1)
     opt = LossScaleOptimizer(SGD(), loss_scale=asking(*names))
@@ -225,7 +225,7 @@ def test_a_rule_names_what_its_update_needs():
 
 def test_a_loss_is_one_array_and_gradients_are_any_tree():
     """`scale_loss` refuses several losses by name; `check_finite` takes trees and iterables."""
-    opt, tx = LossScaleOptimizer(SGD()), gs.loss_scaled(optax.sgd(0.1))
+    opt, tx = LossScaleOptimizer(SGD()), gs.with_loss_scale(optax.sgd(0.1))
     state = tx.init(jnp.ones(2))
     for scale in (opt.scale_loss, lambda loss: gs.transforms.scale_loss(loss, state)):
         with pytest.raises(
@@ -239,7 +239,7 @@ def test_a_loss_is_one_array_and_gradients_are_any_tree():
 
 def test_a_scale_within_a_scale_is_refused():
     """`LossScaleOptimizer` around a transformation that scales is an error, and builds nothing."""
-    weight, inner = Variable(1.0), from_optax(optax.chain(gs.loss_scaled(optax.sgd(0.1))))
+    weight, inner = Variable(1.0), from_optax(optax.chain(gs.with_loss_scale(optax.sgd(0.1))))
     opt = LossScaleOptimizer(inner)
     with pytest.raises(ValueError, match="a scale within a scale"):
         opt.minimize(lambda: weight * weight, [weight])
@@ -284,7 +284,7 @@ def test_a_spoiled_scale_heals(spoiled):
     opt.apply([jnp.full(2, np.inf)], [w])
     assert 0 < float(opt.loss_scale) <= 2.0**126
     rule = gs.DynamicLossScale()
-    tx = gs.loss_scaled(optax.sgd(0.5), rule)
+    tx = gs.with_loss_scale(optax.sgd(0.5), rule)
     params = jnp.ones(2)
     state = tx.init(params)
     scale = state.rule_state._replace(scale=jnp.float32(spoiled))
@@ -293,12 +293,15 @@ def test_a_spoiled_scale_heals(spoiled):
 
 
 def test_the_default_rule_is_one():
-    """`loss_scaled` without a rule has the rule that `DynamicLossScale()` is: from 1 upwards, or
+    """`with_loss_scale` without a rule has the rule that `DynamicLossScale()` is: from 1 upwards,
+    or
     from a first scale that is lower."""
     params = jnp.ones(3)
     for initial, lowest in ((2.0**15, 1.0), (1.0, 1.0), (2.0**-30, 2.0**-30)):
         assert gs.DynamicLossScale(initial).min_scale == lowest
-    without, given = (gs.loss_scaled(optax.sgd(0.1), *r) for r in ((), (gs.DynamicLossScale(),)))
+    without, given = (
+        gs.with_loss_scale(optax.sgd(0.1), *r) for r in ((), (gs.DynamicLossScale(),))
+    )
     states = without.init(params), given.init(params)
     for _ in range(20):
         states = [tx.update(params * jnp.nan, state, params)[1]
@@ -483,7 +486,7 @@ def test_a_rule_without_a_scale_is_refused():
     """The first state of a rule has a `scale`, or both faces say what they expect."""
     for make in (
         lambda: LossScaleOptimizer(SGD(0.1), loss_scale=WithoutAScale()),
-        lambda: gs.loss_scaled(optax.sgd(0.1), WithoutAScale()).init(jnp.ones(2)),
+        lambda: gs.with_loss_scale(optax.sgd(0.1), WithoutAScale()).init(jnp.ones(2)),
     ):
         with pytest.raises(TypeError, match="scale"):
             make()

@@ -58,7 +58,7 @@ def train(path, rule, params, loss_of, steps, telling, **recording):
     `loss_of(n)` is the loss function of a step and its arguments; `telling` what is told of the
     loss: "value" to the rule, "loss" to the recording.
     """
-    tx = gs.loss_scaled(optax.adam(1e-3), rule, telemetry=True, underflow_every=10)
+    tx = gs.with_loss_scale(optax.adam(1e-3), rule, telemetry=True, underflow_every=10)
     state = tx.init(params)
 
     @jax.jit

@@ -769,7 +769,7 @@ def test_a_loss_that_is_not_finite_is_no_proof_of_bad_data():
 
 @pytest.mark.parametrize(
     ("scale", "remedy"),
-    [(1.0, "leave out the rule, and loss_scaled takes gs.DynamicLossScale()"),
+    [(1.0, "leave out the rule, and with_loss_scale takes gs.DynamicLossScale()"),
      (16.0, "Take a higher scale than 2^4.")],
 )  # fmt: skip
 def test_gradients_that_are_all_zero_have_advice(scale, remedy):

@@ -434,7 +434,7 @@ def trained_by(kind, write):
             state, _ = compiled(state, x)
             return state.info, state.params
     else:
-        tx = gs.loss_scaled(optax.sgd(0.001), rule, telemetry=True)
+        tx = gs.with_loss_scale(optax.sgd(0.001), rule, telemetry=True)
         params = {"w": jnp.ones(3)}
         opt_state = tx.init(params)
 
@@ -611,7 +611,7 @@ def test_an_interrupted_write_leaves_the_older_step_file(tmp_path, monkeypatch):
 def test_what_is_no_telemetry_is_refused(tmp_path):
     """An optax state in the place of the telemetry, and one that is gone, are errors."""
     recorder, given = StepRecorder(tmp_path / "bad.safetensors"), info()
-    tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
+    tx = gs.with_loss_scale(optax.sgd(0.1), telemetry=True)
     with pytest.raises(
         TypeError,
         match=r"Expected gainstage.diagnostics.telemetry\(opt_state\).* for info; got \w+\.$",

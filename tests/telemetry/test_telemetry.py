@@ -138,11 +138,11 @@ def test_telling_changes_no_decision_and_no_bit(options, rng):
 
 @pytest.mark.as_users
 def test_an_optax_state_tells_the_same(rng):
-    """`loss_scaled` with telemetry gives, inside of a chain and under jit, what an optimizer does,
-    and updates with the bits that it gives without."""
-    plain = optax.chain(gs.loss_scaled(optax.sgd(0.1, 0.9), gs.DynamicLossScale(64.0, 2)))
+    """`with_loss_scale` with telemetry gives, inside of a chain and under jit, what an optimizer
+    does, and updates with the bits that it gives without."""
+    plain = optax.chain(gs.with_loss_scale(optax.sgd(0.1, 0.9), gs.DynamicLossScale(64.0, 2)))
     tx = optax.chain(
-        gs.loss_scaled(optax.sgd(0.1, 0.9), gs.DynamicLossScale(64.0, 2), telemetry=True)
+        gs.with_loss_scale(optax.sgd(0.1, 0.9), gs.DynamicLossScale(64.0, 2), telemetry=True)
     )
     params = [jnp.ones(shape) for shape in SHAPES]
     state, other = tx.init(params), plain.init(params)
@@ -223,7 +223,7 @@ def test_a_planted_element_is_reported_as_its_tensor(way, rng):
 
     else:
         params = {"block": {str(i): g for i, g in enumerate(grads)}}
-        tx, states = gs.loss_scaled(optax.sgd(0.1), telemetry=True), []
+        tx, states = gs.with_loss_scale(optax.sgd(0.1), telemetry=True), []
         states.append(tx.init(params))
         update = jax.jit(tx.update)
 
@@ -248,7 +248,7 @@ def test_a_planted_element_is_reported_as_its_tensor(way, rng):
 
 def test_a_part_without_parameters():
     """Of no gradients at all there is nothing to tell, and no error."""
-    tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
+    tx = gs.with_loss_scale(optax.sgd(0.1), telemetry=True)
     _, state = jax.jit(tx.update)({}, tx.init({}), {})
     assert str(gs.diagnostics.report(state, {})) == "0 of 1 steps were skipped."
 
@@ -275,7 +275,7 @@ def test_a_report_of_an_nnx_model_has_the_names_of_the_xray():
     """The tensors of a model of Flax NNX are named by their paths, without a last `value`."""
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    state = gs.loss_scaled(optax.sgd(0.1), telemetry=True).init(model)
+    state = gs.with_loss_scale(optax.sgd(0.1), telemetry=True).init(model)
     assert gs.diagnostics.report(state, model).names == ("bias", "kernel")
 
 
@@ -293,7 +293,7 @@ def test_a_report_says_that_underflow_was_not_measured():
 
 def test_a_gradient_of_none_keeps_its_place():
     """In an optax loop a gradient may be None; the others keep their names."""
-    tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
+    tx = gs.with_loss_scale(optax.sgd(0.1), telemetry=True)
     params = {"a": jnp.ones(2), "b": jnp.ones(2), "nothing": None}
     _, state = tx.update({"a": None, "b": jnp.full(2, jnp.nan), "nothing": None}, tx.init(params))
     assert (
@@ -315,7 +315,7 @@ def test_a_report_of_what_is_spread_over_devices():
     opt.apply([bad * 0])
     assert jnp.isnan(gs.diagnostics.telemetry(opt).grad_norm)
 
-    tx, params = gs.loss_scaled(optax.sgd(0.1), telemetry=True), {"w": w.value()}
+    tx, params = gs.with_loss_scale(optax.sgd(0.1), telemetry=True), {"w": w.value()}
     state = update_in_shard_map(tx, params, {"w": bad})
     assert gs.diagnostics.report(state, params).counts.tolist() == [[1, 0, 0, 0]]
 
@@ -325,11 +325,11 @@ def test_without_it_the_error_says_how():
     with pytest.raises(ValueError, match="Expected telemetry=True"):
         gs.diagnostics.telemetry(LossScaleOptimizer(SGD(0.1)))
     with pytest.raises(ValueError, match="Expected telemetry=True"):
-        gs.diagnostics.telemetry(gs.loss_scaled(optax.sgd(0.1)).init(jnp.ones(1)))
+        gs.diagnostics.telemetry(gs.with_loss_scale(optax.sgd(0.1)).init(jnp.ones(1)))
     with pytest.raises(TypeError, match="Expected a LossScaleOptimizer or a state"):
         gs.diagnostics.telemetry(SGD(0.1))
     with pytest.raises(TypeError, match="Expected a bool for telemetry"):
-        gs.loss_scaled(optax.sgd(0.1), telemetry=1)
+        gs.with_loss_scale(optax.sgd(0.1), telemetry=1)
 
 
 @pytest.mark.parametrize("how", ["update", "train_step"])
@@ -338,8 +338,8 @@ def test_a_state_without_the_telemetry_of_its_transformation_is_refused(made, ho
     """A step with telemetry names a state without it, such as a loaded one, and how to go on."""
     option = "underflow_every" if made else "telemetry"
     params = {"w": jnp.ones(2)}
-    old = gs.loss_scaled(optax.adam(0.1), gs.DynamicLossScale(8.0), **made).init(params)
-    tx = gs.loss_scaled(optax.adam(0.1), telemetry=True, underflow_every=5)
+    old = gs.with_loss_scale(optax.adam(0.1), gs.DynamicLossScale(8.0), **made).init(params)
+    tx = gs.with_loss_scale(optax.adam(0.1), telemetry=True, underflow_every=5)
     step = gs.train_step(lambda p: SMALL * p["w"].sum(), donate=False)
     state = gs.TrainState.create(params, tx).replace(opt_state=old)
     with pytest.raises(ValueError, match=f"opt_state was made without {option}, which tx has"):
@@ -474,7 +474,7 @@ def test_healthy_steps_pass_under_debug_flags(flag, how, rule):
                 whole, _ = step(whole)
             state, params = whole.opt_state, whole.params
         else:
-            tx = gs.loss_scaled(optax.adam(0.1), rule(), telemetry=True, underflow_every=2)
+            tx = gs.with_loss_scale(optax.adam(0.1), rule(), telemetry=True, underflow_every=2)
             state = tx.init(params)
             for _ in range(3):
                 value, grads = gs.value_and_grad(lambda p: loss(*p), state)(params)
@@ -489,7 +489,7 @@ def test_healthy_steps_pass_under_debug_flags(flag, how, rule):
 
 def test_a_step_without_a_finite_gradient_has_no_largest_one():
     """`max_abs` is NaN if all gradients are NaN, and the largest finite one if some are."""
-    tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
+    tx = gs.with_loss_scale(optax.sgd(0.1), telemetry=True)
     params = jnp.ones(3)
     state = tx.init(params)
     for grads, expected in (([jnp.nan] * 3, np.nan), ([jnp.nan, 2.0, jnp.inf], 2.0)):

@@ -58,7 +58,7 @@ def test_shares_are_those_of_a_cast(way):
     rule, zeros = gs.DynamicLossScale(SCALE), [np.zeros(s, np.float32) for s in SHAPES]
     variables = [Variable(zero) for zero in zeros]
     opt = LossScaleOptimizer(SGD(0.1), loss_scale=rule, telemetry=True, underflow_every=1)
-    tx = gs.loss_scaled(optax.sgd(0.1), rule, telemetry=True, underflow_every=1)
+    tx = gs.with_loss_scale(optax.sgd(0.1), rule, telemetry=True, underflow_every=1)
     state, update = tx.init(zeros), jax.jit(tx.update)
     for seed in range(5):
         rng = np.random.default_rng(seed)
@@ -121,7 +121,7 @@ def test_inside_of_shard_map_parts_are_summed():
     true = wild(np.random.default_rng(0), (16, 3))
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     rule = gs.DynamicLossScale(SCALE)
-    tx = gs.loss_scaled(optax.sgd(0.1), rule, telemetry=True, underflow_every=1)
+    tx = gs.with_loss_scale(optax.sgd(0.1), rule, telemetry=True, underflow_every=1)
     params = jax.device_put(jnp.zeros((16, 3)), NamedSharding(mesh, PartitionSpec("data")))
     state = update_in_shard_map(tx, params, jnp.asarray(true))
     check(gs.diagnostics.report(state, params).underflow, [true])
@@ -269,7 +269,7 @@ def test_five_tensors_are_printed():
         "w#8: 2.6% off", "w#7: 1.3% off", "w#6: 0.64% off", "w#5: 0.32% off", "w#4: 0.16% off",
         "and 3 more",
     ]  # fmt: skip
-    tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
+    tx = gs.with_loss_scale(optax.sgd(0.1), telemetry=True)
     params = {f"w{n}": np.ones(1, np.float32) for n in range(8)}
     grads = {name: np.full(1, np.inf if name < "w7" else 1.0, np.float32) for name in params}
     _, state = jax.jit(tx.update)(grads, tx.init(params), params)
@@ -301,7 +301,7 @@ def test_bad_data_is_no_reason_for_a_scale_below_one():
 
 def test_a_bare_array_has_a_name():
     """Parameters that are one array are called "params" in the report."""
-    tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
+    tx = gs.with_loss_scale(optax.sgd(0.1), telemetry=True)
     params = jnp.ones(3)
     _, state = tx.update(jnp.full(3, jnp.inf), tx.init(params), params)
     assert (
@@ -315,7 +315,7 @@ def test_it_needs_telemetry():
     with pytest.raises(ValueError, match="Expected telemetry=True for underflow_every=5"):
         LossScaleOptimizer(SGD(0.1), underflow_every=5)
     with pytest.raises(ValueError, match="underflow_every"):
-        gs.loss_scaled(optax.sgd(0.1), telemetry=True, underflow_every=0)
+        gs.with_loss_scale(optax.sgd(0.1), telemetry=True, underflow_every=0)
     config = LossScaleOptimizer(SGD(0.1), telemetry=True, underflow_every=5).get_config()
     assert LossScaleOptimizer.from_config(config).underflow_every == 5
 
@@ -333,7 +333,7 @@ def test_exponents_of_missing_gradients_in_x64():
 @pytest.mark.parametrize("compiled", [True, False])
 def test_no_parameters_have_no_underflow(compiled):
     """Without a parameter a step counts nothing, and its report names no tensor."""
-    tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True, underflow_every=1)
+    tx = gs.with_loss_scale(optax.sgd(0.1), telemetry=True, underflow_every=1)
     state = tx.init({})
     update = jax.jit(tx.update) if compiled else tx.update
     for _ in range(2):

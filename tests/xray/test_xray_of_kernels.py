@@ -31,7 +31,7 @@ PARAMS = {name: normal(i, 64, 64) / 8 for i, name in enumerate("qkvo")}
 X = normal(9, 2, 32, 64)
 LOSSES = {
     "cast by hand": functools.partial(model, by_hand),
-    "in_half": gs.autocast(functools.partial(model, gs.in_half(fused, float32=attention))),
+    "half_only": gs.autocast(functools.partial(model, gs.half_only(fused, float32=attention))),
 }
 
 

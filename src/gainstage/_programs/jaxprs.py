@@ -197,13 +197,13 @@ def scopes(eqn: JaxprEqn) -> str:
 
 
 def is_kernel(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a kernel of `in_half`: a `cond` with two programs, in half precision
+    """Whether an equation is a kernel of `half_only`: a `cond` with two programs, in half precision
     and in float32. It keeps its scope when it is differentiated and batched."""
     return eqn.primitive.name == "cond" and KERNEL in str(eqn.source_info.name_stack)
 
 
 def kernel_of(eqn: JaxprEqn, is_half: bool) -> AnyJaxpr:
-    """The program of a kernel of `in_half`, in half precision or in float32."""
+    """The program of a kernel of `half_only`, in half precision or in float32."""
     return cast(AnyJaxpr, eqn.params["branches"][0 if is_half else 1])
 
 
@@ -216,7 +216,7 @@ def inside_kernel(eqn: JaxprEqn) -> AbstractContextManager[None]:
 
 def name_of(eqn: JaxprEqn) -> str:
     """The name of an operation, as a plan has it."""
-    return "in_half" if is_kernel(eqn) else eqn.primitive.name
+    return "half_only" if is_kernel(eqn) else eqn.primitive.name
 
 
 def changeable(eqn: JaxprEqn) -> list[tuple[AnyJaxpr, int | None]]:

@@ -2,7 +2,7 @@
 
 import re
 
-KERNEL = "gainstage.in_half"  # of a `cond` that holds a kernel in two precisions
+KERNEL = "gainstage.half_only"  # of a `cond` that holds a kernel in two precisions
 SELF_SCALED = "gainstage.self_scaled"  # of operations that scale a loss, or a part, by no state
 MULTIPLIED = "gainstage.multiplied"  # of products of the cotangents of a part and its factor
 DIVIDED = "gainstage.divided"  # of the quotients of its gradients and that factor

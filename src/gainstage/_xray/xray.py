@@ -23,7 +23,7 @@ from gainstage._xray.walk import Changes, Ran, walk_through
 from gainstage._xray.windows import Window, common_window, windows_of
 from gainstage.precision.autocast import plan_of
 from gainstage.runs.telemetry import ADVISE
-from gainstage.transforms.loss_scaled_state import loss_scaled_state
+from gainstage.transforms.loss_scale_state import loss_scale_state
 from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.value_and_grad import LossFunction
 
@@ -122,7 +122,7 @@ def xray(
 def _scale_of_last_step(state: TrainState[Any]) -> tuple[jax.Array, bool]:
     """The loss scale of the last step of a state, and whether it is that of the next, because the
     last was skipped at one that was not recorded."""
-    observed = loss_scaled_state(state.opt_state).observed
+    observed = loss_scale_state(state.opt_state).observed
     if state.applied or observed is None:
         return state.loss_scale, not state.applied
     return observed.info.loss_scale, False

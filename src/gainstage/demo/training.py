@@ -22,8 +22,8 @@ from sklearn import datasets
 from gainstage.precision.autocast import autocast
 from gainstage.rules import DynamicLossScale, FixedLossScale
 from gainstage.training.train_step import train_step
-from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.train_state import TrainState
+from gainstage.transforms.with_loss_scale import with_loss_scale
 
 MODES = FLOAT32, BFLOAT16, UNSCALED, SCALED = "float32", "bfloat16", "float16", "float16, scaled"
 PERIOD = 8  # good steps after which the scale is doubled: few, to show it
@@ -186,7 +186,7 @@ def train(task: Task, mode: str, seed: int) -> dict[int, Training]:
     rule = DynamicLossScale(2.0**15, PERIOD) if mode == SCALED else FixedLossScale(1.0)
     # With so small an epsilon the size of the loss does not matter to float32.
     rate = optax.cosine_decay_schedule(2e-3, task.steps, alpha=0.05)
-    tx, runs = loss_scaled(optax.adam(rate, eps=1e-12), rule), {}
+    tx, runs = with_loss_scale(optax.adam(rate, eps=1e-12), rule), {}
     for ranks in (task.ranks, *task.other_ranks) if mode == UNSCALED else (task.ranks,):
         state, history = TrainState.create(initial_weights(task, seed), tx), []
         words, console = f"{mode}, {ranks} rank{'s' * (ranks > 1)}", Console(stderr=True)

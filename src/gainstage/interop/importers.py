@@ -4,7 +4,7 @@ Pass the rule to `LossScaleOptimizer(loss_scale=...)`, and the state to `load_in
 """
 
 # Each function reads plain attributes or keys and needs none of the libraries. In an optax loop,
-# its state is put into that of `loss_scaled` with `_replace`.
+# its state is put into that of `with_loss_scale` with `_replace`.
 
 import reprlib
 from collections.abc import Mapping
@@ -41,14 +41,15 @@ def from_torch(state_dict: Mapping[str, Any], microbatches: int = 1) -> Imported
 
     Args:
         state_dict: the state of an enabled scaler.
-        microbatches: the microbatches of a window, for `optax.MultiSteps` inside of `loss_scaled`
-            where torch divided the loss by their number. The scale is divided by it, because here
-            the undivided loss is multiplied. The interval and the count of finite steps are
-            multiplied by it, because torch counts updates, and `loss_scaled` microbatches.
+        microbatches: the microbatches of a window, for `optax.MultiSteps` inside of
+            `with_loss_scale` where torch divided the loss by their number. The scale is divided by
+            it, because here the undivided loss is multiplied. The interval and the count of finite
+            steps are multiplied by it, because torch counts updates, and `with_loss_scale`
+            microbatches.
 
     Returns:
-        The rule for `loss_scaled`, and the state for `opt_state._replace(rule_state=state)`. The
-        rule is no part of `opt_state`: save `rule.get_config()` too.
+        The rule for `with_loss_scale`, and the state for `opt_state._replace(rule_state=state)`.
+        The rule is no part of `opt_state`: save `rule.get_config()` too.
 
     Examples:
         >>> from gainstage.interop import importers
@@ -126,13 +127,13 @@ def load_into(optimizer: LossScaleOptimizer, state: ScaleState) -> None:
     """Loads an imported state into an optimizer that has the imported rule.
 
     Raises:
-        TypeError: `optimizer` is something else, such as a state of `loss_scaled`.
+        TypeError: `optimizer` is something else, such as a state of `with_loss_scale`.
         ValueError: a value cannot be a scale or a count; nothing is changed then.
     """
     if not hasattr(optimizer, "dynamic_scale"):
         raise TypeError(
             f"Expected a LossScaleOptimizer for optimizer; got {checks.brief(optimizer)}. For a "
-            f"state of loss_scaled, also in a chain, write opt_state = "
+            f"state of with_loss_scale, also in a chain, write opt_state = "
             f"optax.tree.set(opt_state, rule_state=state)."
         )
     values: dict[Variable, Any] = {optimizer.dynamic_scale: state.scale}

@@ -11,7 +11,7 @@ from gainstage.interop.keras_autocast import autocast, check_model, under
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_loss_scale import LossScaleOptimizer
-from gainstage.interop.keras_measured import advise, tune
+from gainstage.interop.keras_measured import advise, find_plan
 from gainstage.precision.autocast import Precision, is_no_cast, plan_for
 from gainstage.rules.loss_scale import LossScaleLike, is_default
 
@@ -22,7 +22,7 @@ __all__ = [
     "advise",
     "autocast",
     "compile",
-    "tune",
+    "find_plan",
 ]
 
 

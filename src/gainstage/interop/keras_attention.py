@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from gainstage.interop.keras_backend import keras
-from gainstage.precision.in_half import in_half
+from gainstage.precision.half_only import half_only
 
 
 @functools.cache  # once for each process
@@ -21,7 +21,7 @@ def use_fused_attention() -> None:
     CPU, all stays as it is.
     """
     plain = keras.src.backend.nn.dot_product_attention  # no public name of Keras reaches all layers
-    fused = in_half(plain)
+    fused = half_only(plain)
 
     @functools.wraps(plain)
     def attention(*args: Any, **kwargs: Any) -> Any:

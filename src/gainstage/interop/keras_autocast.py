@@ -42,7 +42,7 @@ def autocast(model: Any, dtype: Precision = "float16") -> Any:
         model: a Keras model, built or not, compiled or not. Its class becomes a subclass of its
             own. What is saved, loaded, pickled or cloned stays under autocast, but for a clone of
             a `keras.Sequential`: call this function on it.
-        dtype: as for `gainstage.autocast`. What `tune` has measured is for training: with
+        dtype: as for `gainstage.autocast`. What `find_plan` has measured is for training: with
             `training=False`, as in `evaluate` and `predict`, the model is then computed in
             float32.
 
@@ -121,9 +121,7 @@ class Autocast:
         """Calls the model without side effects, in half precision."""
         weights = list(trainable_variables), list(non_trainable_variables)
         is_eval = (
-            kwargs.get("training") is False
-            and self._plan is not None
-            and bool(self._plan.operations)
+            kwargs.get("training") is False and self._plan is not None and bool(self._plan.entries)
         )
         if is_eval or self._plan is None:
             plain: Any = super()
@@ -239,7 +237,7 @@ class Autocast:
             model = keras.saving.serialize_keras_object(self)
         model.pop("compile_config", None)  # stands beside it
         plan = self._plan
-        short = plan.dtype if plan is not None and not plan.operations else None
+        short = plan.dtype if plan is not None and not plan.entries else None
         return {"model": model, "plan": short if plan is None or short else plan.to_json()}
 
     @classmethod

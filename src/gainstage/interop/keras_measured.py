@@ -20,9 +20,9 @@ from gainstage.interop.keras_autocast import Autocast, Unscaled, plain_class, re
 from gainstage.interop.keras_backend import keras
 from gainstage.precision.advice import Advice, dtype_as_code, measured_advice
 from gainstage.precision.autocast import keep_float32, plan_for
+from gainstage.precision.find_plan import measured_plan
 from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE
 from gainstage.precision.plan import FLOAT8, Plan
-from gainstage.precision.tuning import measured_plan
 from gainstage.transforms.value_and_grad import LossFunction
 
 TAKEN = 4  # batches of a dataset
@@ -94,7 +94,7 @@ def advise(
         )  # fmt: skip
 
 
-def tune(
+def find_plan(
     model: Any,
     batches: Iterable[PyTree],
     *,
@@ -107,29 +107,30 @@ def tune(
 ) -> Plan:
     """Measures which operations of a Keras model may be in half precision or float8, in training.
 
-    It is `gainstage.precision.tune` of the loss with which the model was compiled, on the state in
-    which the model is.
+    It is `gainstage.precision.find_plan` of the loss with which the model was compiled, on the
+    state in which the model is.
 
     Args:
         model: a Keras model that is built and compiled, with trained weights or those of the start.
         batches: as for `advise`; with `max_error` a list of one batch is enough.
-        dtype, max_noise, max_bias, max_error, card, progress: as for `gainstage.precision.tune`.
+        dtype, max_noise, max_bias, max_error, card, progress: as for
+            `gainstage.precision.find_plan`.
 
     Returns:
         A `Plan` for `autocast`; `print` it.
 
     Raises:
         TypeError: `model` is not a Keras model, or `batches` are not batches.
-        ValueError: `model` is not built and compiled, or as from `gainstage.precision.tune`.
+        ValueError: `model` is not built and compiled, or as from `gainstage.precision.find_plan`.
 
     Examples:
         >>> import keras, numpy as np
-        >>> from gainstage.interop.keras import autocast, tune
+        >>> from gainstage.interop.keras import autocast, find_plan
         >>> model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(16)])
         >>> model.compile("sgd", "mse")
         >>> xs = np.random.default_rng(0).normal(size=(2, 32, 16))
-        >>> plan = tune(model, [(x, np.ones((32, 16))) for x in xs])
-        >>> print([operation.name for operation in plan.operations])
+        >>> plan = find_plan(model, [(x, np.ones((32, 16))) for x in xs])
+        >>> print([operation.name for operation in plan.entries])
         ['dot_general', 'add']
         >>> model = autocast(model, plan)
     """

@@ -21,15 +21,16 @@ from gainstage.rules.loss_scale import (
     is_default,
     keras_rule,
 )
-from gainstage.transforms.loss_scaled_state import states_in
+from gainstage.transforms.loss_scale_state import states_in
 
 
 def check_one_scale(inner: Optimizer, variables: Sequence[Variable]) -> None:
     """Raises an error if a transformation has a loss scale too."""
     if isinstance(inner, Optax) and states_in(jax.eval_shape(inner._init, read(list(variables)))):
         raise ValueError(
-            f"Expected the transformation of {inner.name!r} without gainstage.loss_scaled in it; "
-            f"got a scale within a scale. LossScaleOptimizer takes care of the scale."
+            f"Expected the transformation of {inner.name!r} without "
+            f"gainstage.with_loss_scale in it; got a scale within a scale. "
+            "LossScaleOptimizer takes care of the scale."
         )
 
 
@@ -78,7 +79,7 @@ def check_inner(inner: object, passed: set[str], argument: str) -> None:
     if not isinstance(inner, Optimizer) or hasattr(inner, "inner_optimizer"):
         advice = ""
         if hasattr(inner, "init") and hasattr(inner, "update"):
-            advice = " Use gainstage.optimizers.from_optax(tx), or gainstage.loss_scaled(tx)."
+            advice = " Use gainstage.optimizers.from_optax(tx), or gainstage.with_loss_scale(tx)."
         elif type(inner).__module__.partition(".")[0] == "keras":
             advice = " Use gainstage.interop.keras.LossScaleOptimizer."
         elif type(inner).__module__.startswith("gainstage.compat."):

@@ -35,7 +35,7 @@ from gainstage.optimizers.inner_checks import check_inner, check_one_scale, chos
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale
 from gainstage.rules.loss_scale import LossScaleLike, keras_rule, with_number
-from gainstage.transforms.loss_scaled_state import applied_in, observed_in
+from gainstage.transforms.loss_scale_state import applied_in, observed_in
 from gainstage.transforms.marks import marked
 
 NOT_IN_STATE = (
@@ -500,7 +500,9 @@ def _(opt: Optimizer) -> Any:
 def _(opt: Optimizer) -> Observed:
     """The telemetry of an optimizer, as variables."""
     if not isinstance(opt, LossScaleOptimizer):
-        raise TypeError(f"Expected a LossScaleOptimizer or a state of loss_scaled; got {opt!r}.")
+        raise TypeError(
+            f"Expected a LossScaleOptimizer or a state of with_loss_scale; got {opt!r}."
+        )
     if not opt.telemetry:
         raise ValueError(f"Expected telemetry=True for the LossScaleOptimizer; got {opt!r}.")
     observed = opt._scale_store.state.observed

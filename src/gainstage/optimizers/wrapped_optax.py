@@ -40,7 +40,7 @@ def from_optax(
 
     `minimize`, and `apply(..., loss=loss)`, pass the true loss as `value`, for transformations such
     as `optax.polyak_sgd`; with accumulation, the loss of the last microbatch. A transformation that
-    needs other arguments, such as `optax.lbfgs` with its line search, needs `loss_scaled`.
+    needs other arguments, such as `optax.lbfgs` with its line search, needs `with_loss_scale`.
 
     Args:
         tx: the transformation, usually with its own learning rate.
@@ -186,7 +186,7 @@ class Optax(Optimizer):
             )
         return TypeError(
             f"The tx of {self.name!r} needs {needs[1] or needs[2]}; from_optax passes only the "
-            f"loss, as 'value'. Use gainstage.loss_scaled(tx): it passes all arguments."
+            f"loss, as 'value'. Use gainstage.with_loss_scale(tx): it passes all arguments."
         )
 
     def _update_weights(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:

@@ -17,7 +17,14 @@ from gainstage._programs.in_dtype import is_half
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast, under_plan
 from gainstage.precision.cards import CARDS, H100, Card, known_card
-from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE, Price, Reference, percent
+from gainstage.precision.find_plan import mended_plan
+from gainstage.precision.noise_and_bias import (
+    MAX_BIAS,
+    MAX_NOISE,
+    GradientAccuracy,
+    Reference,
+    percent,
+)
 from gainstage.precision.plan import DTYPES, FLOAT8, Plan, aligned
 from gainstage.precision.program_costs import Product, kept, products_of
 from gainstage.precision.samples import (
@@ -29,10 +36,9 @@ from gainstage.precision.samples import (
     largest_exponent,
     samples_of,
 )
-from gainstage.precision.tuning import mended_plan
 from gainstage.transforms.value_and_grad import LossFunction
 
-__all__ = ["Advice", "Cost", "advise"]
+__all__ = ["Advice", "Candidate", "advise"]
 
 LAST_EXPONENT = 24  # of the loss scales that are tried
 LARGER = (3, 6, 9, 12)  # binary orders by which a batch may be larger
@@ -42,13 +48,14 @@ EXACT = "float32, highest"  # float32 where the device rounds the operands of pr
 ALIKE = 1.02  # times on paper whose ratio is below this are the same
 
 
-class Cost(NamedTuple):
-    """What one precision costs training: a row of an `Advice`."""
+class Candidate(NamedTuple):
+    """One precision that `advise` has measured: how exact its gradients are, and what a step
+    takes."""
 
     # "float32", "float32, highest", "bfloat16", "float16, unscaled", "float16", "float8", or one of
     # these with ", mended", by the plan of the advice
     name: str
-    price: Price
+    accuracy: GradientAccuracy
     exponent: int | None  # that of the largest loss scale that was finite; None without a scale
     kept: int  # bytes that the forward pass keeps for the backward pass
     arithmetic: dict[str, float]  # the share of the products' arithmetic in each dtype
@@ -91,15 +98,16 @@ class ScalingNeed(NamedTuple):
 
     times: int | None  # that of these batches; None if not for any that was tried
     parameter: str = ""  # whose gradient is lost, if that of all together is not
-    price: Price = Price(0.0, 0.0)  # of what is lost
+    accuracy: GradientAccuracy = GradientAccuracy(0.0, 0.0)  # of what is lost
 
 
 class Advice:
     """What each precision costs, as `gainstage.advise` measured it. `print` it.
 
     Attributes:
-        costs: a tuple of `Cost`, from float32 to float8. Float8 is missing if no product is in it.
-        recommended: the `Cost` of the precision to use.
+        candidates: a tuple of `Candidate`, from float32 to float8. Float8 is missing if no product
+            is in it.
+        recommended: the `Candidate` of the precision to use.
         reason: why, in a sentence.
         plan: where a faster precision is nearly good enough, the lines that float32 takes back so
             that it is, a `precision.Plan`; else None. It has a row of its own, such as "float16,
@@ -128,23 +136,23 @@ class Advice:
 
     def __init__(
         self,
-        costs: Sequence[Cost],
+        candidates: Sequence[Candidate],
         need: ScalingNeed,
         card: Card,
         batches: int,
         is_clear: bool,
-        cards: Mapping[str, Sequence[Cost]] = MappingProxyType({}),
+        cards: Mapping[str, Sequence[Candidate]] = MappingProxyType({}),
         plan: Plan | None = None,
     ):
         self.plan: Plan | None = plan
-        self.cards: dict[str, tuple[Cost, ...]] = {n: tuple(each) for n, each in cards.items()}
-        self.costs: tuple[Cost, ...] = tuple(costs)
+        self.cards: dict[str, tuple[Candidate, ...]] = {n: tuple(each) for n, each in cards.items()}
+        self.candidates: tuple[Candidate, ...] = tuple(candidates)
         self.needs_scaling_from: int | None = need.times
         self._need = need
         self.card: str = card.name
         self.batches: int = batches
         self.is_clear: bool = is_clear
-        self.recommended: Cost = _recommended(costs)
+        self.recommended: Candidate = _recommended(candidates)
         self.reason: str = _reason(self)
 
     def __repr__(self) -> str:
@@ -163,18 +171,18 @@ class Advice:
     def table(self) -> list[tuple[str, ...]]:
         """Returns the rows of the table, the first one with the names of the columns."""
         head = ("precision", "noise", "bias", "lost to 0", "scale", "kept", "products", self.card)
-        rows = [head, *map(_row_text, self.costs)]
-        if all(cost.name != FLOAT8 for cost in self.costs):
+        rows = [head, *map(_row_text, self.candidates)]
+        if all(row.name != FLOAT8 for row in self.candidates):
             why = "as float16" if CARDS[self.card].float8 else "not there"
             rows.append(("float8", why, *[""] * (len(head) - 2)))
         return rows
 
     def _of_cards(self) -> list[tuple[str, ...]]:
         """The rows of the times on all cards, the first one with the names of the columns."""
-        names = [cost.name for cost in self.costs if cost.name != "float16, unscaled"]
+        names = [row.name for row in self.candidates if row.name != "float16, unscaled"]
         rows = [("card", *names, "use")]
         for card in sorted(self.cards, key=lambda name: name != self.card):
-            times = {cost.name: _time(cost) for cost in self.cards[card]}
+            times = {row.name: _time(row) for row in self.cards[card]}
             best = _recommended(self.cards[card]).name
             rows.append((card, *(times.get(name, "not there") for name in names), best))
         return rows
@@ -183,11 +191,11 @@ class Advice:
     def scaling(self) -> str:
         """Whether float16 needs loss scaling, in a sentence or two."""
         larger = self.needs_scaling_from
-        scaled = next(cost for cost in self.costs if cost.name == "float16")
+        scaled = next(row for row in self.candidates if row.name == "float16")
         none = "Float16 needs no loss scaling here, nor for batches 4,096 times as large."
-        if not scaled.price.fits(MAX_NOISE, MAX_BIAS):
+        if not scaled.accuracy.fits(MAX_NOISE, MAX_BIAS):
             none = "The error of float16 is not that of small gradients: no loss scale helps."
-        own, name = self._need.price, self._need.parameter
+        own, name = self._need.accuracy, self._need.parameter
         why = (
             f". Without it {name!r} alone has {percent(own.noise)} noise and {percent(own.bias)} "
             f"bias there"
@@ -200,7 +208,7 @@ class Advice:
 
     def notes(self) -> list[str]:
         """Returns what the table does not say, a sentence each."""
-        is_rounded = any(cost.name == EXACT for cost in self.costs)
+        is_rounded = any(row.name == EXACT for row in self.candidates)
         notes = [
             f"Measured on {self.batches} batches, at these parameters, against float32 on this "
             f"{jax.default_backend()}{' at the highest precision' * is_rounded}.",
@@ -229,9 +237,9 @@ class Advice:
                 f"On so few batches the bias of {best.name} may be up to "
                 f"{percent(best.bias_at_most)}: measure on more."
             )
-        if any(_bias(cost).startswith("<") for cost in self.costs):
+        if any(_bias(row).startswith("<") for row in self.candidates):
             notes.append('"<" before a bias: so few batches do not tell it from 0; more show more.')
-        seconds = {cost.name: cost.seconds for cost in self.costs}
+        seconds = {row.name: row.seconds for row in self.candidates}
         if "float8" not in seconds:
             notes.append(self._without_float8())
         elif seconds["float8"] >= seconds["float16"]:
@@ -319,7 +327,7 @@ def advise(
         ...     return jnp.mean((jnp.tanh(x @ w) - y) ** 2)
         >>> w, *data = (jax.random.normal(jax.random.key(i), (4, 32, 32)) for i in range(3))
         >>> advice = advise(loss_fn, w[0] / 6, list(zip(*data)))
-        >>> print([cost.name for cost in advice.costs if cost.price.noise < 0.01])
+        >>> print([row.name for row in advice.candidates if row.accuracy.noise < 0.01])
         ['float32', 'bfloat16', 'float16, unscaled', 'float16']
 
     Source: the noise of batches as in McCandlish et al., 2018, arXiv:1812.06162.
@@ -415,7 +423,7 @@ class _CostMeasurement:
         fun: Callable[..., Any],
         exponent: int | None,
         run: GradientsOf | None = None,
-    ) -> Cost:
+    ) -> Candidate:
         """What a precision costs, at the largest loss scale that fits if `exponent` is None."""
         scaled, run = exponent is None, run or self._samples.compiled(fun)
         if exponent is None:
@@ -442,11 +450,11 @@ class _CostMeasurement:
         code = (EXACT_LINE, *code) if name == EXACT else code
         seconds = self._seconds(name, self._card)
         known = (memory, shares, seconds, code, *self._reference.bias_at_most(measured))
-        return Cost(name, price, exponent if scaled else None, *known)
+        return Candidate(name, price, exponent if scaled else None, *known)
 
     def mended(
-        self, cast: Callable[[str], Callable[..., Any]], rows: Sequence[Cost]
-    ) -> tuple[Plan | None, list[Cost]]:
+        self, cast: Callable[[str], Callable[..., Any]], rows: Sequence[Candidate]
+    ) -> tuple[Plan | None, list[Candidate]]:
         """The plan with which the fastest precision is within the budget, and its row; nothing
         where one that is as fast is so already, or none is near it.
 
@@ -458,12 +466,12 @@ class _CostMeasurement:
         near = [
             row
             for row in rows
-            if row.name in DTYPES and row.seconds < limit and row.price.fits(NEARLY, NEARLY)
+            if row.name in DTYPES and row.seconds < limit and row.accuracy.fits(NEARLY, NEARLY)
         ]
-        for row in sorted(near, key=lambda row: (row.price.noise, row.price.bias)):
+        for row in sorted(near, key=lambda row: (row.accuracy.noise, row.accuracy.bias)):
             half = cast(row.name)
             plan = mended_plan(self._samples.of(half))
-            if plan.operations and plan.measured.fits(MAX_NOISE, MAX_BIAS):
+            if plan.entries and plan.measured.fits(MAX_NOISE, MAX_BIAS):
                 exponent = None if row.exponent is not None else 0
                 return plan, [self.row(f"{row.name}{MENDED}", under_plan(half, plan), exponent)]
         return None, []
@@ -474,13 +482,13 @@ class _CostMeasurement:
             return math.inf
         return sum(product.seconds(card) for product in self._products[name])
 
-    def on_cards(self, rows: Sequence[Cost]) -> dict[str, list[Cost]]:
+    def on_cards(self, rows: Sequence[Candidate]) -> dict[str, list[Candidate]]:
         """The costs on each card, with its times, where it has these products."""
         return {
             card.name: [
-                cost._replace(seconds=self._seconds(cost.name, card))
-                for cost in rows
-                if card.float8 or cost.name != FLOAT8
+                row._replace(seconds=self._seconds(row.name, card))
+                for row in rows
+                if card.float8 or row.name != FLOAT8
             ]
             for card in CARDS.values()
         }
@@ -499,7 +507,7 @@ class _CostMeasurement:
         arrays, count = self._samples.arrays[0], self._samples.parameters
         return self._samples.of_arrays(fun), arrays[:count], arrays[count:]
 
-    def needs_scaling_from(self, run: GradientsOf, scaled: Cost) -> ScalingNeed:
+    def needs_scaling_from(self, run: GradientsOf, scaled: Candidate) -> ScalingNeed:
         """How many times larger a batch is, at least, for which a precision needs loss scaling. A
         mean over more examples has smaller cotangents, as a smaller loss scale makes them.
 
@@ -509,7 +517,7 @@ class _CostMeasurement:
         """
         at = {order: 2.0**-order for order in (0, *LARGER)}
         # Where float16 is no choice even if it is scaled, larger batches are no question.
-        if not scaled.price.fits(MAX_NOISE, MAX_BIAS):
+        if not scaled.accuracy.fits(MAX_NOISE, MAX_BIAS):
             at = {0: 1.0}
         best = self._prices(run, 2.0 ** (scaled.exponent or 0))
         budget = max(MAX_NOISE, WORSE * best[0].noise), max(MAX_BIAS, WORSE * best[0].bias)
@@ -526,29 +534,32 @@ class _CostMeasurement:
                 return ScalingNeed(2**order, name, loss[lost[0]])
         return ScalingNeed(None)
 
-    def _prices(self, run: GradientsOf, scale: float) -> list[Price]:
+    def _prices(self, run: GradientsOf, scale: float) -> list[GradientAccuracy]:
         """What all gradients cost, and those of each parameter, on two batches."""
         found = [run(number, scale)[1:] for number in range(2)]
         return self._reference.prices(found, range(2))
 
 
-def _recommended(costs: Sequence[Cost]) -> Cost:
+def _recommended(candidates: Sequence[Candidate]) -> Candidate:
     """The fastest precision within the budget; of several, the first one: it needs no scale."""
-    fitting = [cost for cost in costs if cost.price.fits(MAX_NOISE, MAX_BIAS)]
-    trained = [cost for cost in fitting if cost.name != "float16, unscaled"]
-    fastest = min(cost.seconds for cost in trained)
-    return next(cost for cost in trained if cost.seconds <= ALIKE * fastest)
+    fitting = [row for row in candidates if row.accuracy.fits(MAX_NOISE, MAX_BIAS)]
+    trained = [row for row in fitting if row.name != "float16, unscaled"]
+    fastest = min(row.seconds for row in trained)
+    return next(row for row in trained if row.seconds <= ALIKE * fastest)
 
 
 def _reason(advice: Advice) -> str:
-    """Why a precision is recommended, with what the others cost."""
-    best, exact = advice.recommended, advice.costs[0]
+    """Why a precision is recommended, with what the others row."""
+    best, exact = advice.recommended, advice.candidates[0]
     refused = [
-        f"{cost.name} ({percent(cost.price.noise)} noise, {percent(cost.price.bias)} bias)"
-        for cost in advice.costs
-        if not cost.price.fits(MAX_NOISE, MAX_BIAS)
+        f"{row.name} ({percent(row.accuracy.noise)} noise, {percent(row.accuracy.bias)} bias)"
+        for row in advice.candidates
+        if not row.accuracy.fits(MAX_NOISE, MAX_BIAS)
     ]
-    noise, bias = percent(best.price.noise), percent(best.price.bias)  # which are the ones tested
+    noise, bias = (
+        percent(best.accuracy.noise),
+        percent(best.accuracy.bias),
+    )  # which are the ones tested
     why = f"noise {noise} and bias {bias} are within 1 % and 2 %"
     if best.dtype == "float32":
         why = "no other precision is within 1 % noise and 2 % bias, or none is faster"
@@ -562,21 +573,21 @@ def _reason(advice: Advice) -> str:
     return f"{best.name}: {why}.{against}"
 
 
-def _row_text(cost: Cost) -> tuple[str, ...]:
-    products = ", ".join(f"{share:.0%} {dtype}" for dtype, share in cost.arithmetic.items())
-    scale = "" if cost.exponent is None else f"2^{cost.exponent}"
-    scale += " or more" * (cost.exponent == LAST_EXPONENT)
-    name = f"{cost.name}, scaled" if cost.name == "float16" else cost.name
-    price = percent(cost.price.noise), _bias(cost), percent(cost.price.lost)
-    return name, *price, scale, f"{cost.kept / 1e6:.3g} MB", products, _time(cost)
+def _row_text(row: Candidate) -> tuple[str, ...]:
+    products = ", ".join(f"{share:.0%} {dtype}" for dtype, share in row.arithmetic.items())
+    scale = "" if row.exponent is None else f"2^{row.exponent}"
+    scale += " or more" * (row.exponent == LAST_EXPONENT)
+    name = f"{row.name}, scaled" if row.name == "float16" else row.name
+    price = percent(row.accuracy.noise), _bias(row), percent(row.accuracy.lost)
+    return name, *price, scale, f"{row.kept / 1e6:.3g} MB", products, _time(row)
 
 
-def _time(cost: Cost) -> str:
-    return f"{1e6 * cost.seconds:.3g} us" if math.isfinite(cost.seconds) else ""
+def _time(row: Candidate) -> str:
+    return f"{1e6 * row.seconds:.3g} us" if math.isfinite(row.seconds) else ""
 
 
-def _bias(cost: Cost) -> str:
+def _bias(row: Candidate) -> str:
     """The bias, or what it is below, if it cannot be told from 0."""
-    if cost.is_bias_clear or not cost.bias_at_most:
-        return percent(cost.price.bias)
-    return f"< {percent(cost.bias_at_most)}"
+    if row.is_bias_clear or not row.bias_at_most:
+        return percent(row.accuracy.bias)
+    return f"< {percent(row.bias_at_most)}"

@@ -90,7 +90,7 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
       half precision, as a bias does. Other arguments are rounded only for products.
     - Functions with their own derivatives (`jax.custom_vjp`, `jax.custom_jvp`), callbacks and
       Pallas kernels are computed in the dtypes that they were written in, but for cheap ones such
-      as `jax.nn.relu`. `in_half` gives them half precision. A backward pass of yours gets true
+      as `jax.nn.relu`. `half_only` gives them half precision. A backward pass of yours gets true
       cotangents where the loss is scaled by `train_step`, `value_and_grad`, an optimizer or a
       `loss_scale` here, unless it computes in float16, which needs the scale.
     - What a call changes, a model of Flax NNX or a `gainstage.optimizers.Variable`, is changed as
@@ -113,7 +113,8 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
     - What a call changes, such as the running means of an NNX model, is changed by the last try.
     - Inside `jax.shard_map` and `jax.pmap` all devices try again together, or none does.
     - A non-finite loss is not computed again, as it does not depend on the scale. Keep
-      `gainstage.loss_scaled` or `optax.apply_if_finite` around the optimizer, if that may happen.
+      `gainstage.with_loss_scale` or `optax.apply_if_finite` around the optimizer, if that may
+      happen.
 
     Args:
         fun: a function of pytrees or models, such as a loss; without it, a decorator is returned.
@@ -121,7 +122,8 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
         dtype: "float16" or "bfloat16", the dtype of products, also by short names such as "fp16",
             or as a dtype; or "float8", for linear layers that are large enough for an H100 to gain
             by it, all else as by "float16"; or "float32", which leaves the function as it is. Also
-            a `Plan` for `fun`, which `gainstage.mend` or `gainstage.precision.tune` has measured.
+            a `Plan` for `fun`, which `gainstage.mend` or `gainstage.precision.find_plan` has
+            measured.
         loss_scale: the loss scale at the first try of a step, > 0 and at most `2**126`, if
             a trainer differentiates `fun`; a power of two causes no rounding. None if a scale is
             elsewhere, or none is needed. A loss that sums over the data may need one below 1.
@@ -350,7 +352,7 @@ class Casting(NamedTuple):
         if instead is not None:
             return instead.begin(casting, program)
         caster = Caster(casting, program, self.plan)
-        is_told = self.tells and not casting.plan.operations
+        is_told = self.tells and not casting.plan.entries
         return Replay(caster.compute, caster.constant, caster.tell if is_told else lambda: None)
 
 
@@ -391,7 +393,7 @@ class Caster:
         self._casting, self._dtype, self._card = casting, casting.dtype, casting.card
         self._program = program
         self._planned = dict[Path, str]()  # the dtypes by the plan
-        if casting.plan.operations:
+        if casting.plan.entries:
             lines = code_lines(program)
             if fits is not None:
                 fits.check(lines)
@@ -422,13 +424,13 @@ class Caster:
             warn(
                 f"autocast has computed no product in float8{why if largest else ''}. They are in "
                 f'{self._dtype}, as by "{self._dtype}". To choose by what the gradients show: '
-                f'gainstage.precision.tune(fun, params, batches, dtype="float8").'
+                f'gainstage.precision.find_plan(fun, params, batches, dtype="float8").'
             )
         elif each and not (self._products or is_known):
             warn(
                 f"autocast has computed no product in {self._dtype}: {len(each)} are in functions "
                 f"with derivatives of their own, where it casts nothing, or have been cast by the "
-                f"function. Put gainstage.in_half around such a function, or leave its casts out."
+                f"function. Put gainstage.half_only around such a function, or leave its casts out."
             )
 
     def constant(self, x: ArrayLike) -> Retraced:
@@ -438,7 +440,7 @@ class Caster:
     def compute(self, eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
         """Computes an operation, in half precision where a plan, or the policy, says so."""
         planned = self._planned.get(path, "")
-        if eqn.primitive.name == "cond":  # a kernel of `in_half`; others are rebuilt
+        if eqn.primitive.name == "cond":  # a kernel of `half_only`; others are rebuilt
             self._products += 1
             return as_written(eqn, values) if planned == WIDE else of_kernel(eqn, values)
         call = self.call(eqn, values, path)
@@ -456,8 +458,8 @@ class Caster:
     def _narrowed(self, call: Call, planned: str) -> Level | None:
         """The level of an operation that the plan has in half precision or float8; None of others.
 
-        Not all operations of a line may be: `tune` has not measured those that `may_round` leaves
-        out, and a product may be too narrow for float8.
+        Not all operations of a line may be: `find_plan` has not measured those that `may_round`
+        leaves out, and a product may be too narrow for float8.
         """
         if planned not in (*DTYPES, FLOAT8) or not may_round(call):
             return None

@@ -18,7 +18,7 @@ SAME = 1e-10  # the part of the mean gradient's square that is rounding of equal
 FLOOR = 100
 
 
-class Price(NamedTuple):
+class GradientAccuracy(NamedTuple):
     """What a precision costs a gradient, measured on some batches. Of one batch, only `error` is
     known; the others are NaN."""
 
@@ -67,11 +67,15 @@ class Reference:
                 views.append((number, own))
         return views
 
-    def prices(self, found: Sequence[Parts], batches: Sequence[int] | None = None) -> list[Price]:
+    def prices(
+        self, found: Sequence[Parts], batches: Sequence[int] | None = None
+    ) -> list[GradientAccuracy]:
         """What gradients of some of the batches cost, in each of the views."""
         return [own.price(_of(number, found), batches) for number, own in self.views]
 
-    def price(self, gradients: Sequence[Parts], batches: Sequence[int] | None = None) -> Price:
+    def price(
+        self, gradients: Sequence[Parts], batches: Sequence[int] | None = None
+    ) -> GradientAccuracy:
         """What gradients of some of the batches cost.
 
         Args:
@@ -84,7 +88,7 @@ class Reference:
         noise, bias = self.spread(errors)
         lost = np.mean([_lost(fs, es) for fs, es in pairs])
         error = max(error_of(*pair) for pair in pairs)
-        return Price(noise, math.sqrt(bias), float(lost), error)
+        return GradientAccuracy(noise, math.sqrt(bias), float(lost), error)
 
     def bias_at_most(self, gradients: Sequence[Parts]) -> tuple[float, bool]:
         """Two standard errors above the bias, and whether the bias can be told from 0.

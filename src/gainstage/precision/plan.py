@@ -14,20 +14,20 @@ from gainstage._base import checks
 from gainstage._base.tensor_file import TensorFile, replacing
 from gainstage._programs.code_lines import CodeLine
 from gainstage._programs.operations import PRODUCTS
-from gainstage.precision.noise_and_bias import Price
+from gainstage.precision.noise_and_bias import GradientAccuracy
 
-__all__ = ["Operation", "Plan"]
+__all__ = ["Plan", "PlanEntry"]
 
 VERSION = 3  # of the file
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(jnp.bfloat16)}  # of plans
 FLOAT8 = "float8"  # of a `dot_general` in a plan, and the default with them
 RESULT = "float32 result"  # of a product, with operands in half precision
 WIDE = "float32"
-UNMEASURED = Price(math.nan, math.nan)
+UNMEASURED = GradientAccuracy(math.nan, math.nan)
 MOST_LINES = 5  # lines of code that are named for keep_float32
 
 
-class Operation(NamedTuple):
+class PlanEntry(NamedTuple):
     """The operations of one kind on one line of code, a row of a `Plan`."""
 
     name: str  # JAX's name, such as `dot_general`
@@ -57,42 +57,42 @@ class Plan:
 
     `print` it: a table with a row for each kind of operation on each line of code, and the lines to
     put into `keep_float32`. `gainstage.autocast(fun, plan)` uses it. `gainstage.mend`, and a
-    `train_step` with `mend=True`, return the lines that float32 takes back; `precision.tune` one
-    for each line. A line is found again by its text and those of the calls around it, so a plan is
-    good for any batch size, any number of equal layers, and another run of the same code.
+    `train_step` with `mend=True`, return the lines that float32 takes back; `precision.find_plan`
+    one for each line. A line is found again by its text and those of the calls around it, so a plan
+    is good for any batch size, any number of equal layers, and another run of the same code.
 
     Args:
         dtype: "float16", "bfloat16" or "float8", whose default rules hold for all other operations.
-        operations: the rows, `Operation`s.
-        predicted: the `Price` that the shares of the operations predict.
-        measured: the `Price` of the function under `autocast`.
+        entries: the rows, a `PlanEntry` each.
+        predicted: the `GradientAccuracy` that the shares of the operations predict.
+        measured: the `GradientAccuracy` of the function under `autocast`.
         left: the part of what the default rules have in half precision that is still there.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> from gainstage import precision
         >>> xs = [(x,) for x in jnp.eye(64).reshape(2, 32, 64)]
-        >>> plan = precision.tune(lambda w, x: ((x @ w) ** 2).mean(), jnp.ones((64, 32)), xs)
-        >>> print(plan.dtype, [operation.name for operation in plan.operations][0])
+        >>> plan = precision.find_plan(lambda w, x: ((x @ w) ** 2).mean(), jnp.ones((64, 32)), xs)
+        >>> print(plan.dtype, [operation.name for operation in plan.entries][0])
         float16 dot_general
 
-    Source: `precision.tune` and `gainstage.mend` make plans; `load` reads one from a file.
+    Source: `precision.find_plan` and `gainstage.mend` make plans; `load` reads one from a file.
     """
 
     def __init__(
         self,
         dtype: str,
-        operations: Sequence[Operation] = (),
-        predicted: Price = UNMEASURED,
-        measured: Price = UNMEASURED,
+        entries: Sequence[PlanEntry] = (),
+        predicted: GradientAccuracy = UNMEASURED,
+        measured: GradientAccuracy = UNMEASURED,
         left: float = math.nan,
     ):
         self.dtype: str = dtype
-        self.operations: tuple[Operation, ...] = tuple(operations)
-        self.predicted: Price = predicted
-        self.measured: Price = measured
+        self.entries: tuple[PlanEntry, ...] = tuple(entries)
+        self.predicted: GradientAccuracy = predicted
+        self.measured: GradientAccuracy = measured
         self.left: float = left
-        self._dtypes: dict[str, str] = {o.key: o.dtype for o in self.operations}
+        self._dtypes: dict[str, str] = {o.key: o.dtype for o in self.entries}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and repr(self._facts()) == repr(other._facts())  # NaN
@@ -101,7 +101,7 @@ class Plan:
         return hash((self.dtype, tuple(self._dtypes.items())))
 
     def _facts(self) -> tuple[Any, ...]:
-        return self.dtype, self.operations, self.predicted, self.measured, self.left
+        return self.dtype, self.entries, self.predicted, self.measured, self.left
 
     def dtype_of(self, key: str) -> str:
         """The dtype of the operations with this key; "" for those that the plan does not name."""
@@ -109,23 +109,23 @@ class Plan:
 
     def with_plan(self, other: "Plan") -> "Plan":
         """The plan with the rows of another in the place of those of the same lines."""
-        own = {operation.key: operation for operation in (*self.operations, *other.operations)}
+        own = {operation.key: operation for operation in (*self.entries, *other.entries)}
         return Plan(self.dtype, list(own.values()), other.predicted, other.measured, other.left)
 
     def check(self, lines: Mapping[Any, CodeLine]) -> None:
         """Raises a ValueError if a program has not all lines of the plan."""
         there = {line.key for line in lines.values()}
-        missing = [operation for operation in self.operations if operation.key not in there]
+        missing = [operation for operation in self.entries if operation.key not in there]
         if missing:
             raise ValueError(
                 f"Expected the function that the plan was made for, with {missing[0].code}; got "
-                f"one that lacks {len(missing)} of its {len(self.operations)} rows. If its code "
-                f"was changed, measure again: gainstage.mend or gainstage.precision.tune."
+                f"one that lacks {len(missing)} of its {len(self.entries)} rows. If its code "
+                f"was changed, measure again: gainstage.mend or gainstage.precision.find_plan."
             )
 
     def to_json(self) -> str:
         """Returns the plan as text, for `from_json`."""
-        rows = [_as_json(operation) for operation in self.operations]
+        rows = [_as_json(operation) for operation in self.entries]
         prices = {name: _as_json(getattr(self, name)) for name in ("predicted", "measured")}
         left = None if math.isnan(self.left) else self.left
         content = {"gainstage plan": VERSION, "dtype": self.dtype, **prices, "left": left}
@@ -184,13 +184,13 @@ class Plan:
 
     def lines_to_keep(self) -> str:
         """The lines to put into `keep_float32`, as text; "" if there are none."""
-        wide = (o for o in self.operations if o.dtype in (WIDE, RESULT) and o.line)
+        wide = (o for o in self.entries if o.dtype in (WIDE, RESULT) and o.line)
         lines = list(dict.fromkeys(o.code for o in wide))
         more = f" and {len(lines) - MOST_LINES} more" * (len(lines) > MOST_LINES)
         return f"{', '.join(lines[:MOST_LINES])}{more}"
 
     def __str__(self) -> str:
-        counts = collections.Counter(operation.dtype for operation in self.operations)
+        counts = collections.Counter(operation.dtype for operation in self.entries)
         parts = [f"{dtype} ({count})" for dtype, count in sorted(counts.items())]
         text = f"{self.dtype} by the default rules"
         text += f", with rows in {' and '.join(parts)}" * bool(parts)
@@ -201,12 +201,12 @@ class Plan:
         text += "."
         if not math.isnan(self.left):
             text += f" {self.left:.0%} of what they have in half precision is left."
-        if not self.operations:
+        if not self.entries:
             return text
         rows: list[tuple[str, ...]] = [
             ("operation", "dtype", "error", "noise", "bias", "line", "why")
         ]
-        for o in self.operations:
+        for o in self.entries:
             numbers = [_percentage(x) for x in (o.error, o.noise, o.bias)]
             rows.append((o.name, o.dtype, *numbers, o.place, o.reason))
         shown = [column for column in zip(*rows, strict=True) if any(column[1:])]
@@ -217,7 +217,7 @@ class Plan:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"Plan({self.dtype!r}, {len(self.operations)} operations, {self.measured.told()})"
+        return f"Plan({self.dtype!r}, {len(self.entries)} operations, {self.measured.told()})"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -247,14 +247,14 @@ def _numbers_in(content: dict[str, Any], names: Sequence[str]) -> dict[str, floa
     return found
 
 
-def _price(content: dict[str, Any]) -> Price:
+def _price(content: dict[str, Any]) -> GradientAccuracy:
     """A price of a file."""
-    return Price(**_numbers_in(content, Price._fields))
+    return GradientAccuracy(**_numbers_in(content, GradientAccuracy._fields))
 
 
-def _operation(row: dict[str, Any]) -> Operation:
+def _operation(row: dict[str, Any]) -> PlanEntry:
     """A row of a file."""
-    operation = Operation(**{**row, **_numbers_in(row, ("error", "noise", "bias"))})
+    operation = PlanEntry(**{**row, **_numbers_in(row, ("error", "noise", "bias"))})
     texts = ("name", "line", "text", "layer", "key", "reason")
     are_texts = all(isinstance(getattr(operation, name), str) for name in texts)
     allowed = (

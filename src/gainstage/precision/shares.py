@@ -18,7 +18,7 @@ from gainstage._variables.sharding import replicated_like
 from gainstage.precision.autocast import INSTEAD
 from gainstage.precision.emulated import Collected, Emulated, Emulations, Rounded
 from gainstage.precision.noise_and_bias import Parts
-from gainstage.precision.plan import FLOAT8, RESULT, WIDE, Operation
+from gainstage.precision.plan import FLOAT8, RESULT, WIDE, PlanEntry
 from gainstage.precision.policy import Level
 from gainstage.precision.samples import Samples, exact_products, is_finite
 
@@ -70,10 +70,10 @@ class Line:
         }  # fmt: skip
         return names.get(level, "float16" if dtype == FLOAT8 else dtype)
 
-    def operation(self, level: Level, dtype: str, **numbers: Any) -> Operation:
+    def operation(self, level: Level, dtype: str, **numbers: Any) -> PlanEntry:
         """The row of a plan in which it is at this level."""
         code, name = self.code, self.name_at(level, dtype)
-        return Operation(code.name, name, code.line, code.text, code.layer, code.key, **numbers)
+        return PlanEntry(code.name, name, code.line, code.text, code.layer, code.key, **numbers)
 
 
 class Emulation:

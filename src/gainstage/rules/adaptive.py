@@ -55,7 +55,7 @@ class AdaptiveLossScale(LossScale):
       the scale returns to the first lower value.
 
     `minimize` and `train_step` know the loss; pass it to `apply` as `loss=`, to `update` of
-    `loss_scaled` as `value=`.
+    `with_loss_scale` as `value=`.
 
     Args:
         initial_loss_scale: the scale of the first step, > 0.

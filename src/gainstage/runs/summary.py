@@ -132,7 +132,7 @@ def _without_gradient(run: Run) -> list[str]:
     higher = f" Take a higher scale than {as_power(scale[-1])}." if scale.size else ""
     if scale.size and (scale == 1).all():
         higher = (
-            " A fixed scale of 1 does not scale: leave out the rule, and loss_scaled takes "
+            " A fixed scale of 1 does not scale: leave out the rule, and with_loss_scale takes "
             "gs.DynamicLossScale(), which starts at 2^15."
         )
     return [

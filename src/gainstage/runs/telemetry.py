@@ -17,7 +17,7 @@ from gainstage._scaling.step_telemetry import Observed, StepInfo
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._step.saving import unique_names
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
-from gainstage.transforms.loss_scaled_state import observed_in
+from gainstage.transforms.loss_scale_state import observed_in
 from gainstage.transforms.models import kind_of
 from gainstage.transforms.train_state import TrainState
 
@@ -53,7 +53,7 @@ def telemetry(opt_or_state: Any) -> StepInfo:
 
     Args:
         opt_or_state: a `LossScaleOptimizer(..., telemetry=True)`, or a pytree that contains exactly
-            one state of `loss_scaled(..., telemetry=True)`.
+            one state of `with_loss_scale(..., telemetry=True)`.
 
     Raises:
         TypeError: the optimizer has no loss scale.

@@ -218,7 +218,8 @@ class JsonLines(Writer):
     Args:
         path: the file; created if missing, else appended to.
         every: as for every `Writer`.
-        rule: the rule of the run, for `gainstage report`: `opt.rule`, or the rule of `loss_scaled`.
+        rule: the rule of the run, for `gainstage report`: `opt.rule`, or the rule of
+            `with_loss_scale`.
         params: a pytree of the parameters, for their dtypes.
 
     Raises:

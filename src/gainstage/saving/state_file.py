@@ -15,8 +15,8 @@ from gainstage._base.checks import brief
 from gainstage._base.tensor_file import TensorFile, write_tensors
 from gainstage._variables.types import PyTree
 from gainstage.precision.plan import Plan
-from gainstage.transforms.loss_scaled import transformation_of
 from gainstage.transforms.train_state import TrainState, refuse_deleted
+from gainstage.transforms.with_loss_scale import transformation_of
 
 Like = TypeVar("Like")
 STATE_VERSION = 1  # of the facts

@@ -14,8 +14,8 @@ from gainstage._base.warn import warn
 from gainstage._variables.types import PyTree, Scalar, Using
 from gainstage.precision.autocast import plan_of, under_plan
 from gainstage.precision.emulated import Collected, by_rules
-from gainstage.precision.noise_and_bias import Price
-from gainstage.precision.plan import Operation, Plan
+from gainstage.precision.noise_and_bias import GradientAccuracy
+from gainstage.precision.plan import Plan, PlanEntry
 from gainstage.precision.policy import Level
 from gainstage.precision.program_costs import bytes_in_half
 from gainstage.precision.samples import Samples
@@ -49,7 +49,7 @@ class Mended(NamedTuple):
     """What was done to a function, and what for."""
 
     plan: Plan  # in force from then on
-    rows: tuple[Operation, ...]  # those that are new; none if a larger loss scale is the remedy
+    rows: tuple[PlanEntry, ...]  # those that are new; none if a larger loss scale is the remedy
     before: AuditResult
     after: AuditResult
     scale: float = 0.0  # the larger loss scale
@@ -131,7 +131,7 @@ def mend(
         >>> w = jax.random.normal(jax.random.key(0), (16, 16)) / 4
         >>> x = jax.random.normal(jax.random.key(1), (64, 16))
         >>> mended = gs.mend(gs.autocast(loss_fn), w, x, scale=1.0)
-        >>> for operation in mended.plan.operations:
+        >>> for operation in mended.plan.entries:
         ...     print(operation.name, operation.dtype, operation.text)
         dot_general float32 h = (x + 2000.0) @ w  # an offset
 
@@ -217,7 +217,7 @@ def _mended_on(
         left = plan.left if plan.left == plan.left else 1.0
         left *= bytes_in_half(samples, fun) / default if default else 0.0
         predicted, measured = (
-            Price(math.nan, math.nan, error=x)
+            GradientAccuracy(math.nan, math.nan, error=x)
             for x in (shares.predicted(levels), after.gradient_error)
         )
         new = plan.with_plan(Plan(plan.dtype, rows, predicted, measured, left))
@@ -327,7 +327,7 @@ class _SharesOfBatch:
         some = self._grams[0][at][:, at]
         return math.sqrt(max(some.sum(), np.trace(some), 0.0)) * self._bounds[1]
 
-    def rows(self, levels: Levels, plan: Plan) -> tuple[Operation, ...]:
+    def rows(self, levels: Levels, plan: Plan) -> tuple[PlanEntry, ...]:
         """The rows of the lines that are taken back."""
         found, norm = [], _norm(self._exact) or 1.0
         for number, (line, level) in enumerate(zip(self._emulation.lines, levels, strict=True)):

@@ -33,9 +33,8 @@ from gainstage.precision.plan import Plan
 from gainstage.rules.loss_scale import FixedLossScale, LossScale
 from gainstage.training.audit import BOUNDS, AuditResult, Given, check_cast, checked_bounds
 from gainstage.training.audited_run import AuditedRun, Audits
-from gainstage.transforms.loss_scaled import transformation_of
-from gainstage.transforms.loss_scaled_state import (
-    LossScaledState,
+from gainstage.transforms.loss_scale_state import (
+    LossScaleState,
     state_to_scale_by,
     states_in,
     used_scale,
@@ -47,6 +46,7 @@ from gainstage.transforms.refusals import explain_step
 from gainstage.transforms.step import Step, Taken
 from gainstage.transforms.train_state import TrainState, forget_donated, key_of
 from gainstage.transforms.value_and_grad import LossFunction, loss_function
+from gainstage.transforms.with_loss_scale import transformation_of
 
 DRIFTS = (
     "gainstage.train_step inside of jax.pmap, or of jax.shard_map with check_vma=False: each "
@@ -204,8 +204,8 @@ def train_step(
         ValueError: `retries` is no bool and no integer >= 0, or `microbatches` or `audit_every` no
             integer >= 1, or `audit_bounds` are out of range; `mend` without `audit_every`;
             `audit_every` is given, and `loss_fn` is not from `autocast`; from `step`, a
-            transformation around `loss_scaled` could hide an overflow, or `microbatches` does not
-            divide the batch.
+            transformation around `with_loss_scale` could hide an overflow, or `microbatches` does
+            not divide the batch.
 
     Examples:
         >>> import gainstage as gs
@@ -545,7 +545,7 @@ class _CompiledStep:
     def _divided(self, params: PyTree, opt_state: OptState, batch: PyTree) -> OptState:
         """A state of `shard_state_over`, divided as by `init` where its arrays are whole."""
         everywhere = replicated_like((params, opt_state, batch))
-        if everywhere is None or not isinstance(opt_state, LossScaledState):
+        if everywhere is None or not isinstance(opt_state, LossScaleState):
             return opt_state
         params = kind_of(params).trainable(params)
         inner = divided_state(opt_state.inner, params, self._over, everywhere)

@@ -1,6 +1,6 @@
 """The parts of a step, for loops and chains of optax that hold its pieces themselves.
 
-`gainstage.loss_scaled` and `gainstage.value_and_grad` are the first two; here is what goes with
+`gainstage.with_loss_scale` and `gainstage.value_and_grad` are the first two; here is what goes with
 them. A `TrainState` does all of it. It knows nothing of the optimizers.
 """
 

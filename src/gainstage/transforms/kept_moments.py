@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from gainstage._variables.types import OptState, PyTree
-from gainstage.transforms.loss_scaled_state import LossScaledState
+from gainstage.transforms.loss_scale_state import LossScaleState
 from gainstage.transforms.models import kind_of
 
 Route = tuple[Any, ...]  # the keys of a leaf in a pytree
@@ -92,7 +92,7 @@ def _without_rows(state: OptState, first: OptState) -> OptState:
     """The state with the telemetry of each parameter as at first: its rows are of others."""
 
     def is_scaled(x: Any) -> bool:
-        return isinstance(x, LossScaledState)
+        return isinstance(x, LossScaleState)
 
     def one(own: Any, new: Any) -> Any:
         if not is_scaled(own) or own.observed is None:

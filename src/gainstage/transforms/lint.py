@@ -28,7 +28,7 @@ from gainstage._variables.sharding import SUMMED
 from gainstage.transforms.models import traced_of
 
 SOME_LINE = "an unknown line"
-_INSIDE = "Put it behind the check: gainstage.loss_scaled(optax.chain({inner}, tx))."
+_INSIDE = "Put it behind the check: gainstage.with_loss_scale(optax.chain({inner}, tx))."
 _LEAVE_OUT = "Leave it out: such a step is skipped."
 _REMEDIES = {
     "jnp.nan_to_num": _LEAVE_OUT,
@@ -82,8 +82,8 @@ _TEXTS = {
     "constant divisor": (
         "The loss_scale= of the update at {update} is a constant, so the rule changes a scale "
         "that no loss is multiplied by. Compute gradients with gainstage.value_and_grad(loss_fn, "
-        "opt_state), and leave loss_scale= out; for a fixed scale, write gainstage.loss_scaled(tx, "
-        "gainstage.FixedLossScale(scale))."
+        "opt_state), and leave loss_scale= out; for a fixed scale, write "
+        "gainstage.with_loss_scale(tx, gainstage.FixedLossScale(scale))."
     ),
     "old state": (
         "{line} asks by the state that the update at {update} got whether its step was applied, "
@@ -199,7 +199,7 @@ def lint(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Fault]:
     Examples:
         >>> import gainstage as gs
         >>> import jax, jax.numpy as jnp, optax
-        >>> tx = gs.loss_scaled(optax.adam(0.1))
+        >>> tx = gs.with_loss_scale(optax.adam(0.1))
         >>> def step(w, opt_state, x):
         ...     half = gs.autocast(lambda w: jnp.mean((x @ w) ** 2))
         ...     grads = jax.grad(half)(w)  # not of a scaled loss

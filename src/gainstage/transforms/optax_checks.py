@@ -16,7 +16,7 @@ _WANTED = re.compile(r"missing .*required keyword-only arguments?: (.+)")
 _FUNCTION = re.compile(r"\b(?:value_fn|grad_fn|obj_fn)\b")
 _PER_EXAMPLE = (
     "Expected a transformation of the gradients of a batch for tx; got one of the gradients of "
-    "each example, for differential privacy. Write tx = gainstage.loss_scaled(tx), then loss, "
+    "each example, for differential privacy. Write tx = gainstage.with_loss_scale(tx), then loss, "
     "grads = jax.vmap(gainstage.value_and_grad(loss_fn, opt_state), in_axes=(None, 0))(params, "
     "batch), and updates, opt_state = tx.update(grads, opt_state, params)."
 )

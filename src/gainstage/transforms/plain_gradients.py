@@ -15,7 +15,7 @@ from gainstage._programs.scopes import SELF_SCALED
 from gainstage._variables.types import PyTree
 
 NOT_SCALED = (
-    "No loss was multiplied by the loss scale before this update of gainstage.loss_scaled, so "
+    "No loss was multiplied by the loss scale before this update of gainstage.with_loss_scale, so "
     "small gradients are lost as without it. Use gainstage.train_step, or compute gradients with "
     "gainstage.value_and_grad(loss_fn, opt_state). If a trainer differentiates by itself, give it "
     "gainstage.autocast(loss_fn, loss_scale=2.0**15). gainstage.lint(step, *args) shows more. To "

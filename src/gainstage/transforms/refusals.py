@@ -1,4 +1,4 @@
-"""What `loss_scaled` and `train_step` say about arguments that they were not made for."""
+"""What `with_loss_scale` and `train_step` say about arguments that they were not made for."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from gainstage._base.checks import brief
 from gainstage._variables.types import OptState, PyTree, Structure
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
-from gainstage.transforms.loss_scaled_state import LossScaledState, no_rule_state
+from gainstage.transforms.loss_scale_state import LossScaleState, no_rule_state
 from gainstage.transforms.models import advice_for, outside_models
 
 
@@ -87,11 +87,11 @@ def statistics_in(params: PyTree, inner: OptState) -> str | None:
 
 
 def wrong_state(state: object) -> TypeError:
-    """The error for what is no state of `loss_scaled`, or a state in the boxes of Flax NNX."""
+    """The error for what is no state of `with_loss_scale`, or a state in the boxes of Flax NNX."""
     kind = type(state).__name__
-    if isinstance(state, LossScaledState) and not hasattr(state.rule_state, "scale"):
+    if isinstance(state, LossScaleState) and not hasattr(state.rule_state, "scale"):
         return no_rule_state(state.rule_state)
-    if isinstance(state, LossScaledState):
+    if isinstance(state, LossScaleState):
         kind = f"a {kind} of {type(state.rule_state.scale).__name__}"
     return TypeError(
         f"Expected the state that tx.init returned for opt_state; got {kind}. Start with "

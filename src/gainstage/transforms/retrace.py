@@ -101,7 +101,7 @@ def replayed(
     Args:
         fun: a function of pytrees or models.
         begin: called with each program of it; returns how that one is run again.
-        half: the dtype of kernels under `in_half`, which are then one operation each.
+        half: the dtype of kernels under `half_only`, which are then one operation each.
     """
 
     def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
@@ -245,7 +245,7 @@ def explain_float32(error: Exception) -> None:
     """Adds what to do to the error of a kernel that takes no float32."""
     note = (
         "Autocast traces a function in float32. Wrap a kernel that takes half precision only in "
-        "gainstage.in_half(kernel, float32=another), for example: attend = gainstage.in_half("
+        "gainstage.half_only(kernel, float32=another), for example: attend = gainstage.half_only("
         'functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), '
         "float32=jax.nn.dot_product_attention)"
     )
@@ -270,7 +270,7 @@ def as_written(
 
 
 def of_kernel(eqn: JaxprEqn, values: Sequence[Retraced], is_half: bool = True) -> list[Retraced]:
-    """The results of a kernel of `in_half`, by one of its two programs. What is in half precision
+    """The results of a kernel of `half_only`, by one of its two programs. What is in half precision
     stays so: the casts around the kernel are not computed."""
 
     def compute(e: JaxprEqn, xs: list[Retraced], path: Path) -> list[Retraced]:

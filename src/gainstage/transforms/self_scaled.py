@@ -48,7 +48,8 @@ def self_scaled(
     - What a call changes, such as the running means of an NNX model, is changed by the last try.
     - Inside `jax.shard_map` and `jax.pmap` all devices retry together, or none does.
     - A non-finite loss is not computed again, as it does not depend on the scale. Keep
-      `gainstage.loss_scaled` or `optax.apply_if_finite` around the optimizer, if that may happen.
+      `gainstage.with_loss_scale` or `optax.apply_if_finite` around the optimizer, if that may
+      happen.
 
     Use `locally_scaled` for a part of a network, whose result is not a loss.
 

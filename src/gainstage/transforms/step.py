@@ -16,9 +16,9 @@ from gainstage._scaling.finite_check import SMALL
 from gainstage._scaling.retry_loop import Attempt, may_help, try_again
 from gainstage._variables.sharding import summed_over
 from gainstage._variables.types import OptState, PyTree, Scalar, Structure
-from gainstage.transforms.loss_scaled_state import (
-    LossScaledState,
-    loss_scaled_state,
+from gainstage.transforms.loss_scale_state import (
+    LossScaleState,
+    loss_scale_state,
     retried,
     state_to_scale_by,
     with_first_scale_if_skipped,
@@ -73,7 +73,7 @@ def apply_gradients(
     if loss is not None:
         options["value"] = loss
     updates, opt_state = tx.update(grads, state.opt_state, trainable, **options)
-    applies = loss_scaled_state(opt_state).applied
+    applies = loss_scale_state(opt_state).applied
     if changes:  # such as running means of batch normalisation
         apply_changes(model.tree, selected(changes, model.before(changes), applies))
     if beside is not None:
@@ -159,7 +159,7 @@ class Step(NamedTuple):
             return first
 
         def tried(taken: Taken, before: OptState) -> Attempt:
-            old, new = (loss_scaled_state(state) for state in (before, taken.opt_state))
+            old, new = (loss_scale_state(state) for state in (before, taken.opt_state))
             scales = old.rule_state.scale, new.rule_state.scale
             helps = may_help(new.applied, taken.outcome.loss, *scales, self.retries)
             return Attempt(helps, taken)
@@ -188,7 +188,7 @@ class Step(NamedTuple):
         backward, changes = gradients_of_parts(self.loss, state, scale, batch, self.microbatches)
         backward.tell_if_unused()
         grads, options = backward.grads, dict[str, Any]()
-        is_first = isinstance(opt_state, LossScaledState)  # others get the gradients first
+        is_first = isinstance(opt_state, LossScaleState)  # others get the gradients first
         if is_first and shardings:
             options |= _sharding_options(partition, shardings, grads)
         if scale is None:
@@ -215,7 +215,7 @@ class Step(NamedTuple):
             )
         if after == partition:
             after = partition  # the same object, which `train_step` compares by `is`
-        applies = loss_scaled_state(new.opt_state).applied
+        applies = loss_scale_state(new.opt_state).applied
         if changes:
             changes = selected(changes, Changeable(batch).before(changes), applies)
         beside, spoiled = _spoiled(backward, state.extra, applies)

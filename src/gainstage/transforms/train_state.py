@@ -28,13 +28,7 @@ from gainstage._variables.types import (
 )
 from gainstage.rules.loss_scale import LossScaleLike, as_rule, is_default
 from gainstage.transforms.kept_moments import with_kept_moments
-from gainstage.transforms.loss_scaled import (
-    loss_scaled,
-    on_mesh_of,
-    transformation_of,
-    with_extra_args,
-)
-from gainstage.transforms.loss_scaled_state import (
+from gainstage.transforms.loss_scale_state import (
     observed_in,
     state_to_scale_by,
     states_in,
@@ -54,6 +48,12 @@ from gainstage.transforms.step_gradients import (
 )
 from gainstage.transforms.updates import step_was_applied
 from gainstage.transforms.value_and_grad import loss_function
+from gainstage.transforms.with_loss_scale import (
+    on_mesh_of,
+    transformation_of,
+    with_extra_args,
+    with_loss_scale,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -74,7 +74,7 @@ class TrainState(Generic[Params]):
             averages or keys: a pytree of arrays, or None.
         step: the number of steps that were applied, an int32 scalar that does not
             wrap around.
-        tx: the transformation, one of `loss_scaled`.
+        tx: the transformation, one of `with_loss_scale`.
 
     Examples:
         >>> import gainstage as gs
@@ -120,11 +120,11 @@ class TrainState(Generic[Params]):
 
         Args:
             params: a pytree of arrays, or a model of Flax NNX or Equinox.
-            tx: a transformation of optax. One that `loss_scaled` has made, or a chain with one in
-                it, is taken as it is. States with the same `tx` are mapped together, and stepped by
-                one program.
+            tx: a transformation of optax. One that `with_loss_scale` has made, or a chain with one
+                in it, is taken as it is. States with the same `tx` are mapped together, and stepped
+                by one program.
             extra: what else a loss changes, a pytree of arrays; None if there is nothing.
-            loss_scale, telemetry, underflow_every, shard_state_over: as for `loss_scaled`.
+            loss_scale, telemetry, underflow_every, shard_state_over: as for `with_loss_scale`.
 
         Raises:
             TypeError: `tx` is not a transformation, or one of the gradients of each example; or a
@@ -158,11 +158,11 @@ class TrainState(Generic[Params]):
             if named := [name for name, value in options.items() if value is not None]:
                 raise ValueError(
                     f"Expected no {named[0]}, as tx has a loss scale; got {options[named[0]]!r}. "
-                    f"Pass it to loss_scaled, or pass the transformation without loss_scaled."
+                    f"Pass it to with_loss_scale, or pass the transformation without it."
                 )
             scaled = with_extra_args(tx)
         else:
-            scaled = loss_scaled(
+            scaled = with_loss_scale(
                 tx,
                 loss_scale,
                 telemetry=telemetry,
@@ -256,7 +256,7 @@ class TrainState(Generic[Params]):
         Args:
             params: a pytree of arrays, or a model of Flax NNX or Equinox.
             tx: another transformation of optax, with the loss scale and telemetry of this state
-                around it, or one of `loss_scaled`; None for the same one.
+                around it, or one of `with_loss_scale`; None for the same one.
 
         Raises:
             TypeError: as from `create`.
@@ -492,8 +492,8 @@ def _is_static(leaf: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Static:
-    """What is static of a state. Two transformations that `loss_scaled` has made alike of the same
-    one are equal, so that states of two calls of `create` are of one structure."""
+    """What is static of a state. Two transformations that `with_loss_scale` has made alike of the
+    same one are equal, so that states of two calls of `create` are of one structure."""
 
     tx: Any
     values: _Values | None

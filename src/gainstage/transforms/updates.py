@@ -10,7 +10,7 @@ from gainstage._scaling import gradients
 from gainstage._variables.sharding import typed_like
 from gainstage._variables.types import OptState, PyTree, Scalar, Structure, Tree
 from gainstage._variables.variable import Variable
-from gainstage.transforms.loss_scaled_state import applied_in
+from gainstage.transforms.loss_scale_state import applied_in
 from gainstage.transforms.marks import marked
 from gainstage.transforms.models import kind_of
 
@@ -22,7 +22,7 @@ def step_was_applied(opt_or_state: OptState) -> jax.Array:
     `optax.MultiSteps` it is True for every finite microbatch: `gradient_step` counts the updates.
 
     Args:
-        opt_or_state: a pytree that contains exactly one state of `loss_scaled`, as `update`
+        opt_or_state: a pytree that contains exactly one state of `with_loss_scale`, as `update`
             returned it; or a `LossScaleOptimizer(..., telemetry=True)` after its `apply`.
 
     Raises:
@@ -59,7 +59,7 @@ def select_if_applied(new: Tree, old: PyTree, opt_or_state: OptState) -> Tree:
     Examples:
         >>> import gainstage as gs
         >>> import jax.numpy as jnp, optax
-        >>> tx = gs.loss_scaled(optax.sgd(0.5))
+        >>> tx = gs.with_loss_scale(optax.sgd(0.5))
         >>> params, mean = jnp.float32(1.0), jnp.float32(0.0)
         >>> opt_state = tx.init(params)
         >>> for x in (2.0, jnp.nan):
@@ -105,8 +105,8 @@ def apply_updates(params: Tree, updates: PyTree, opt_state: OptState) -> Tree:
     """`optax.apply_updates`, but a skipped step returns the parameters bit for bit.
 
     Subnormal weights survive, although a CPU flushes them to 0 when it adds -0.0. Updates that a
-    transformation behind `loss_scaled` makes on a skipped step are dropped. A parameter does not
-    change if its update is None or float0.
+    transformation behind `with_loss_scale` makes on a skipped step are dropped. A parameter does
+    not change if its update is None or float0.
 
     Args:
         params: a pytree of parameters, or a model. An NNX model is changed in place.
@@ -119,7 +119,7 @@ def apply_updates(params: Tree, updates: PyTree, opt_state: OptState) -> Tree:
     Examples:
         >>> import gainstage as gs
         >>> import jax.numpy as jnp, optax
-        >>> tx = optax.chain(gs.loss_scaled(optax.sgd(0.5)), optax.add_decayed_weights(-0.5))
+        >>> tx = optax.chain(gs.with_loss_scale(optax.sgd(0.5)), optax.add_decayed_weights(-0.5))
         >>> params = jnp.float32(1.0)
         >>> opt_state = tx.init(params)
         >>> loss, grads = gs.value_and_grad(lambda w: w * jnp.nan, opt_state)(params)

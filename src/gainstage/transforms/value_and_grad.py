@@ -17,7 +17,7 @@ from gainstage._programs.true_cotangents import called_at, loss_times
 from gainstage._scaling import gradients
 from gainstage._variables.sharding import summed_over
 from gainstage._variables.types import Aux, OptState, P, PyTree, Scalar, Using
-from gainstage.transforms.loss_scaled_state import state_to_scale_by, used_scale
+from gainstage.transforms.loss_scale_state import state_to_scale_by, used_scale
 from gainstage.transforms.marks import marked
 from gainstage.transforms.models import explain, has_statistics, kind_of
 from gainstage.transforms.needs_scale import needs_scale
@@ -68,7 +68,7 @@ def value_and_grad(
 
     Args:
         fun: a function that returns a scalar loss, or (loss, aux).
-        opt_state: a state of `loss_scaled`, or a pytree that contains exactly one.
+        opt_state: a state of `with_loss_scale`, or a pytree that contains exactly one.
         argnums: the arguments to differentiate with respect to, passed to `using`.
         has_aux: whether `fun` returns (loss, aux).
         using: the function that differentiates. By default the argument that is differentiated
@@ -83,7 +83,7 @@ def value_and_grad(
     Raises:
         TypeError: `fun` does not return a scalar, or has a `loss_scale` of its own.
         ValueError: `opt_state` has no loss-scale state, or several, or a transformation around
-            `loss_scaled` could hide an overflow from it.
+            `with_loss_scale` could hide an overflow from it.
 
     Source: `jax.value_and_grad`; `flax.training.dynamic_scale.DynamicScale.value_and_grad`.
     """
@@ -127,7 +127,7 @@ def loss_function(
     if getattr(getattr(fun, "func", fun), "is_self_scaled", False):
         raise TypeError(
             f"Expected a loss without a loss_scale of its own for {caller}, which scales it by the "
-            f"state of loss_scaled; got two scales. Pass autocast(loss_fn) alone."
+            f"state of with_loss_scale; got two scales. Pass autocast(loss_fn) alone."
         )
     return LossFunction(fun, checks.flag("has_aux", has_aux), using)
 
@@ -268,7 +268,7 @@ def current_scale(opt_state: OptState) -> jax.Array:
     Examples:
         >>> import gainstage as gs
         >>> import jax.numpy as jnp, optax
-        >>> tx = optax.chain(gs.loss_scaled(optax.sgd(0.5)), optax.scale(2.0))
+        >>> tx = optax.chain(gs.with_loss_scale(optax.sgd(0.5)), optax.scale(2.0))
         >>> print(gs.transforms.current_scale(tx.init(jnp.ones(3))))
         32768.0
     """

@@ -18,12 +18,12 @@ from gainstage.precision.float8_rule import float8_sizes, pays
 from gainstage.precision.noise_and_bias import (
     MAX_BIAS,
     MAX_NOISE,
+    GradientAccuracy,
     Parts,
-    Price,
     Reference,
     error_of,
 )
-from gainstage.precision.plan import DTYPES, FLOAT8, WIDE, Operation, Plan
+from gainstage.precision.plan import DTYPES, FLOAT8, WIDE, Plan, PlanEntry
 from gainstage.precision.policy import Level, may_round
 from gainstage.precision.program_costs import bytes_in_half
 from gainstage.precision.samples import MIN_BATCHES, Samples, largest_exponent, samples_of
@@ -31,13 +31,13 @@ from gainstage.precision.shares import Emulation, Levels, chosen
 from gainstage.transforms.retrace import Retraced
 from gainstage.transforms.value_and_grad import LossFunction
 
-__all__ = ["tune"]
+__all__ = ["find_plan"]
 
 ROOM = 2.0**4  # between the largest number and that of the dtype: activations grow in training
 SHARED = 2  # batches on which shares are measured
 
 
-def tune(
+def find_plan(
     fun: Callable[..., Any],
     params: PyTree,
     batches: Sequence[Any],
@@ -88,13 +88,13 @@ def tune(
     Examples:
         >>> import gainstage as gs
         >>> import jax, jax.numpy as jnp
-        >>> from gainstage.precision import tune
+        >>> from gainstage.precision import find_plan
         >>> def loss_fn(w, x):  # features with an offset, which is subtracted again
         ...     return jnp.mean(jnp.tanh(x @ w - 300 * w.sum(0)) ** 2)
         >>> w = jax.random.normal(jax.random.key(0), (16, 16)) / 4
         >>> xs = 300 + jax.random.normal(jax.random.key(1), (4, 64, 16))
-        >>> plan = tune(loss_fn, w, [(x,) for x in xs])
-        >>> print([o.name for o in plan.operations if o.dtype == "float32"][0])
+        >>> plan = find_plan(loss_fn, w, [(x,) for x in xs])
+        >>> print([o.name for o in plan.entries if o.dtype == "float32"][0])
         dot_general
         >>> step = jax.grad(gs.autocast(loss_fn, plan))
 
@@ -124,12 +124,12 @@ def measured_plan(
     card: str | None,
     progress: bool = True,
 ) -> Plan:
-    """What `tune` returns, of a function in which autocast is called anywhere.
+    """What `find_plan` returns, of a function in which autocast is called anywhere.
 
     Args:
         loss: the function before autocast, and how it is differentiated.
         cast: the same function with autocast.
-        params, batches, dtype, max_noise, max_bias, max_error, card, progress: as for `tune`.
+        params, batches, dtype, max_noise, max_bias, max_error, card, progress: as for `find_plan`.
     """
     budget = _budget(max_noise, max_bias, max_error)
     fewest = MIN_BATCHES if max_error is None else 1
@@ -141,13 +141,13 @@ def measured_plan(
     )
     emulation = Emulation(samples, Collected(levels_of.of), ROOM)
     tuner = _Tuner(samples, emulation, dtype, of_noise=max_error is None)
-    with counted(tuner.pieces, "tune", shows=progress) as tick:
+    with counted(tuner.pieces, "find_plan", shows=progress) as tick:
         tuner.measure(tick)
     plan = tuner.plan(budget)
     if not budget.keeps(plan.measured):
         warn(
             f"Expected {budget}; the plan has {plan.measured.told()}, with "
-            f"{sum(o.dtype != WIDE for o in plan.operations)} lines in half precision or less. "
+            f"{sum(o.dtype != WIDE for o in plan.entries)} lines in half precision or less. "
             f"Some of it may come from what the function itself computes in half precision."
         )
     return plan
@@ -160,11 +160,11 @@ class _Budget(NamedTuple):
     bias: float = math.inf
     error: float = math.inf
 
-    def keeps(self, price: Price) -> bool:
+    def keeps(self, price: GradientAccuracy) -> bool:
         """Whether a measured price is within the bounds."""
         return self.used_by(price) <= 1
 
-    def used_by(self, price: Price) -> float:
+    def used_by(self, price: GradientAccuracy) -> float:
         """The largest part of a bound that a price takes; NaN does not count."""
         pairs = zip((price.noise, price.bias, price.error), self, strict=True)
         return max(0.0, *(found / bound for found, bound in pairs if bound < math.inf))
@@ -190,7 +190,7 @@ def mended_plan(samples: Samples) -> Plan:
     tuner = _Tuner(samples, Emulation(samples, Collected(by_rules)), plan.dtype, of_noise=True)
     tuner.measure(lambda: None)
     found = tuner.plan(_Budget(MAX_NOISE, MAX_BIAS))
-    rows = [o for o in found.operations if o.reason]
+    rows = [o for o in found.entries if o.reason]
     short = Plan(plan.dtype, rows, found.predicted, found.measured)
     left = bytes_in_half(samples, under_plan(samples.fun, short))
     left /= bytes_in_half(samples, samples.fun) or 1.0
@@ -228,7 +228,7 @@ class _Tuner:
     Args:
         samples: the function and its batches.
         emulation: the function with its lines at any level.
-        dtype: as for `tune`.
+        dtype: as for `find_plan`.
         of_noise: whether noise is bounded, for which batches must differ.
     """
 
@@ -251,7 +251,7 @@ class _Tuner:
         if not self._is_finite(levels):  # at no loss scale: what overflows by itself is left out
             levels = emulation.narrowest(lambda *at: self._is_finite(emulation.at(*at)))
         self._scale = 2.0 ** largest_exponent(lambda n: self._is_finite(levels, 2.0**n))
-        self._shares: dict[tuple[int, Level], Price] = {}
+        self._shares: dict[tuple[int, Level], GradientAccuracy] = {}
         for key, each in emulation.of_each_line(self._scale, self._shared, tick).items():
             gradients = [results.gradients for results in each]
             self._shares[key] = _price_of(reference, gradients, sketches, range(self._shared))
@@ -292,10 +292,10 @@ class _Tuner:
         measured = _price_of(self._reference, found, self._gradients, numbers)
         return Plan(self._dtype, rows, self._predicted(levels), measured)
 
-    def _share(self, number: int, level: Level) -> Price:
-        return self._shares.get((number, level), Price(0.0, 0.0, error=0.0))
+    def _share(self, number: int, level: Level) -> GradientAccuracy:
+        return self._shares.get((number, level), GradientAccuracy(0.0, 0.0, error=0.0))
 
-    def _predicted(self, levels: Levels) -> Price:
+    def _predicted(self, levels: Levels) -> GradientAccuracy:
         """What lines cost together: noise adds up, and the squares of bias and error."""
         each = [self._share(number, Level(level)) for number, level in enumerate(levels)]
         noise = sum(share.noise for share in each)
@@ -303,9 +303,9 @@ class _Tuner:
             math.sqrt(sum(x**2 for x in some))
             for some in ([share.bias for share in each], [share.error for share in each])
         )
-        return Price(noise, bias, error=error)
+        return GradientAccuracy(noise, bias, error=error)
 
-    def _row(self, number: int, level: Level) -> Operation:
+    def _row(self, number: int, level: Level) -> PlanEntry:
         """The row of a line; of what is in float32 the numbers are those in half precision."""
         line = self._emulation.lines[number]
         half = next(at for at in line.levels if at >= Level.HALF)
@@ -325,9 +325,9 @@ class _Tuner:
 
 def _price_of(
     reference: Reference | None, found: Sequence[Parts], exact: Sequence[Parts], numbers: Any
-) -> Price:
+) -> GradientAccuracy:
     """What gradients of some batches cost."""
     if reference is None:
         errors = [error_of(own, exact[n]) for own, n in zip(found, numbers, strict=True)]
-        return Price(math.nan, math.nan, error=max(errors))
+        return GradientAccuracy(math.nan, math.nan, error=max(errors))
     return reference.price(found, numbers)

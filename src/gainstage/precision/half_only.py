@@ -13,10 +13,10 @@ from gainstage._variables.types import P, R
 from gainstage.precision.plan import DTYPES
 from gainstage.transforms.retrace import CAST_TO, IS_KEPT, SINGLE, explain_float32
 
-__all__ = ["in_half"]
+__all__ = ["half_only"]
 
 
-def in_half(kernel: Callable[P, R], *, float32: Callable[P, R] | None = None) -> Callable[P, R]:
+def half_only(kernel: Callable[P, R], *, float32: Callable[P, R] | None = None) -> Callable[P, R]:
     """Returns a function that gives `kernel` half precision under `autocast`.
 
     A library chooses its fused kernel by the dtype of its arguments, and autocast traces a function
@@ -48,7 +48,7 @@ def in_half(kernel: Callable[P, R], *, float32: Callable[P, R] | None = None) ->
         ...     return jax.nn.softmax(q @ k.T) @ v
         >>> def attention(q, k, v):
         ...     return jax.nn.softmax(q @ k.T) @ v
-        >>> attend = gs.in_half(flash, float32=attention)
+        >>> attend = gs.half_only(flash, float32=attention)
         >>> x = jnp.ones((4, 8))
         >>> print(gs.autocast(lambda x: attend(x, x, x))(x).dtype, attend(x, x, x).dtype)
         float32 float32
@@ -57,7 +57,7 @@ def in_half(kernel: Callable[P, R], *, float32: Callable[P, R] | None = None) ->
     """
     for name, own in (("kernel", kernel), ("float32", kernel if float32 is None else float32)):
         if not callable(own):
-            raise TypeError(f"Expected a function for {name} of in_half; got {own!r}.")
+            raise TypeError(f"Expected a function for {name} of half_only; got {own!r}.")
     wide = kernel if float32 is None else float32
 
     @functools.wraps(kernel)
@@ -99,14 +99,16 @@ def _as_one_equation(kernel: Callable[..., R], wide: Callable[..., R], arguments
         try:
             computed = called(kernel, half, xs)
         except Exception as error:
-            error.add_note(f"gainstage.in_half passed {half} to this kernel, as autocast asks for.")
+            error.add_note(
+                f"gainstage.half_only passed {half} to this kernel, as autocast asks for."
+            )
             raise
         results = _results_of(computed)
         wanted = types[0] if types else results
         if (results.structure, results.shapes) != (wanted.structure, wanted.shapes):
             raise TypeError(
                 f"Expected results of the same shapes from kernel and float32 of "
-                f"gainstage.in_half; got {results.shapes} and {wanted.shapes}."
+                f"gainstage.half_only; got {results.shapes} and {wanted.shapes}."
             )
         counted = [SINGLE if dtype == half else dtype for dtype in wanted.dtypes]
         dtypes = iter(wanted.dtypes if types else counted)

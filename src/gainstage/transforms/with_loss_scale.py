@@ -43,8 +43,8 @@ from gainstage.rules.loss_scale import (
     is_default,
     start,
 )
-from gainstage.transforms.loss_scaled_state import (
-    LossScaledState,
+from gainstage.transforms.loss_scale_state import (
+    LossScaleState,
     refuse_other,
     states_in,
 )
@@ -64,8 +64,8 @@ from gainstage.transforms.refusals import (
 from gainstage.transforms.self_scaled import scaled_by_itself
 
 NO_LOSS = (
-    "This update of gainstage.loss_scaled does not get the loss, which {rule} measures: without it "
-    "a NaN in the data looks like an overflow, and lowers the scale. Write "
+    "This update of gainstage.with_loss_scale does not get the loss, which {rule} measures: "
+    "without it a NaN in the data looks like an overflow, and lowers the scale. Write "
     "state.apply_gradients(grads, extra, loss=loss), or tx.update(grads, opt_state, params, "
     "value=loss), or take gainstage.DynamicLossScale()."
 )
@@ -73,7 +73,7 @@ FUNCTIONS = {"value_fn", "grad_fn", "obj_fn"}  # which an update may call for mo
 KeyPath = tuple[Any, ...]  # the keys of a leaf in a pytree
 
 
-def loss_scaled(
+def with_loss_scale(
     tx: Transformation,
     loss_scale: LossScaleLike = "dynamic",
     telemetry: bool = False,
@@ -89,10 +89,11 @@ def loss_scaled(
     in float16 loses an update below `2**-11` of it, one in bfloat16 below `2**-8`: keep parameters
     in float32, and let `autocast` compute in half precision.
 
-    Wrap the whole chain, `loss_scaled(optax.chain(...))`. A transformation before it can hide an
-    overflow (`optax.clip`) or store it (`optax.MultiSteps`), and inside of `optax.multi_transform`
-    only one group's gradients are checked. `train_step` and `value_and_grad` refuse these; a loop
-    that only calls `update` is not seen. A transformation after it still runs on a skipped step.
+    Wrap the whole chain, `with_loss_scale(optax.chain(...))`. A transformation before it can hide
+    an overflow (`optax.clip`) or store it (`optax.MultiSteps`), and inside of
+    `optax.multi_transform` only one group's gradients are checked. `train_step` and
+    `value_and_grad` refuse these; a loop that only calls `update` is not seen. A transformation
+    after it still runs on a skipped step.
 
     Args:
         tx: the transformation that turns gradients into updates.
@@ -123,14 +124,14 @@ def loss_scaled(
     Raises:
         TypeError: `tx` is not a transformation, `loss_scale` not one of those, or `telemetry` not a
             bool.
-        ValueError: from `init`, if `tx` contains another `loss_scaled`, or `shard_state_over` names
-            an axis that the mesh of the parameters does not have.
+        ValueError: from `init`, if `tx` contains another `with_loss_scale`, or `shard_state_over`
+            names an axis that the mesh of the parameters does not have.
 
     Examples:
         >>> import gainstage as gs
         >>> import jax, jax.numpy as jnp, optax
         >>> params = jnp.float32(1.0)
-        >>> tx = gs.loss_scaled(optax.sgd(0.5))
+        >>> tx = gs.with_loss_scale(optax.sgd(0.5))
         >>> opt_state = tx.init(params)
         >>> loss, grads = gs.value_and_grad(lambda w: w**2, opt_state)(params)
         >>> updates, opt_state = tx.update(grads, opt_state, params)
@@ -142,7 +143,7 @@ def loss_scaled(
         >>> from jax.sharding import AxisType, NamedSharding, PartitionSpec
         >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
         >>> params = jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, PartitionSpec()))
-        >>> tx = gs.loss_scaled(optax.adam(1e-3), shard_state_over="data")
+        >>> tx = gs.with_loss_scale(optax.adam(1e-3), shard_state_over="data")
         >>> print(tx.init(params).inner[0].mu.addressable_shards[0].data.shape)
         (8, 64)
 
@@ -160,10 +161,10 @@ def loss_scaled(
 
 
 class ScaledTransformation:
-    """A transformation with a loss scale around it: the `init` and `update` of `loss_scaled`.
+    """A transformation with a loss scale around it: the `init` and `update` of `with_loss_scale`.
 
     Args:
-        tx, loss_scale, telemetry, underflow_every: as for `loss_scaled`.
+        tx, loss_scale, telemetry, underflow_every: as for `with_loss_scale`.
         over: the mesh axes of `shard_state_over`.
     """
 
@@ -201,7 +202,7 @@ class ScaledTransformation:
         """The transformation of optax, whose `update` is a method of this object."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
-    def init(self, params: PyTree) -> LossScaledState:
+    def init(self, params: PyTree) -> LossScaleState:
         """The state before the first step."""
         params = kind_of(params).trainable(params)
         check_leaves(params)
@@ -210,10 +211,12 @@ class ScaledTransformation:
             if wrong:
                 warn(wrong)
         if states_in(inner):
-            raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
+            raise ValueError(
+                "Expected a tx without with_loss_scale in it; got a scale within a scale."
+            )
         first = self._scaling.first(start(self.rule), len(leaves_and_none(params)))
         flags = jnp.array(True), jnp.array(True)  # each of its own, as both may be donated
-        state = LossScaledState(first.rule_state, inner, flags[0], first.observed, flags[1])
+        state = LossScaleState(first.rule_state, inner, flags[0], first.observed, flags[1])
         return on_mesh_of(params, state)
 
     def _first(self, params: PyTree) -> OptState:
@@ -232,8 +235,8 @@ class ScaledTransformation:
         apply_if: Flag | None = None,
         is_scaled: bool = True,  # from `train_step`
         **extra: Any,
-    ) -> tuple[PyTree, LossScaledState]:
-        """The updates and the state after a step, as `loss_scaled` documents them."""
+    ) -> tuple[PyTree, LossScaleState]:
+        """The updates and the state after a step, as `with_loss_scale` documents them."""
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
         self._check(updates, state, extra)
         is_scaled = is_scaled and self._is_scaled(updates, state, params, loss_scale)
@@ -282,11 +285,11 @@ class ScaledTransformation:
         rule_state = after.rule_state._replace(scale=marked(after.rule_state.scale, "new"))
         # A bool that is computed with the scale, as a constant would be stored by a kernel.
         was_scaled = rule_state.scale > 0 if is_scaled else state.rule_state.scale <= 0
-        return updates, LossScaledState(rule_state, inner, applied, after.observed, was_scaled)
+        return updates, LossScaleState(rule_state, inner, applied, after.observed, was_scaled)
 
     def _marked(
-        self, grads: PyTree, state: LossScaledState, by: Scalar | None, apply_if: Flag | None
-    ) -> tuple[PyTree, LossScaledState, Scalar | None]:
+        self, grads: PyTree, state: LossScaleState, by: Scalar | None, apply_if: Flag | None
+    ) -> tuple[PyTree, LossScaleState, Scalar | None]:
         """What an update gets, marked for `lint`."""
         rule_state = state.rule_state
         is_own = by is rule_state.scale
@@ -329,7 +332,7 @@ class ScaledTransformation:
         return updates, new
 
     def _is_scaled(
-        self, updates: PyTree, state: LossScaledState, params: PyTree, by: Scalar | None
+        self, updates: PyTree, state: LossScaleState, params: PyTree, by: Scalar | None
     ) -> bool:
         """Whether gradients are those of a scaled loss, as far as their program shows it. It warns
         of a loss in float16 that has no scale."""
@@ -343,7 +346,7 @@ class ScaledTransformation:
     def _check(self, updates: PyTree, state: OptState, extra: dict[str, Any]) -> None:
         """Refuses a state of another transformation. In `extra`, what functions return is marked
         for `lint`."""
-        ours = isinstance(state, LossScaledState)
+        ours = isinstance(state, LossScaleState)
         scale = getattr(state.rule_state, "scale", None) if ours else None
         if scale is None or not jax.tree_util.all_leaves([scale]):
             raise wrong_state(state)
@@ -383,7 +386,7 @@ def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs
 
 
 def transformation_of(tx: Transformation) -> ScaledTransformation | None:
-    """What `loss_scaled` has made `tx` of, None for a transformation of another library."""
+    """What `with_loss_scale` has made `tx` of, None for a transformation of another library."""
     owner = getattr(tx.update, "__self__", None)
     return owner if isinstance(owner, ScaledTransformation) else None
 

@@ -1,4 +1,4 @@
-"""The state of `loss_scaled`, and the search for it in an optax state."""
+"""The state of `with_loss_scale`, and the search for it in an optax state."""
 
 import contextlib
 import functools
@@ -17,8 +17,8 @@ from gainstage._variables.types import OptState, PyTree, RuleState, Transformati
 from gainstage._variables.variable import Variable
 
 
-class LossScaledState(NamedTuple):
-    """The state of `loss_scaled`."""
+class LossScaleState(NamedTuple):
+    """The state of `with_loss_scale`."""
 
     rule_state: RuleState
     inner: OptState  # the state of the wrapped transformation
@@ -29,14 +29,15 @@ class LossScaledState(NamedTuple):
     )
 
 
-def loss_scaled_state(opt_state: OptState) -> LossScaledState:
-    """The only state of `loss_scaled` inside an optax state; raises a ValueError otherwise."""
+def loss_scale_state(opt_state: OptState) -> LossScaleState:
+    """The only state of `with_loss_scale` inside an optax state; raises a ValueError otherwise."""
 
     states = states_in(opt_state)
     if len(states) != 1:
         raise ValueError(
-            f"Expected exactly one state of gainstage.loss_scaled(tx).init(params) in opt_state; "
-            f"got {len(states)} in {_what_it_is(opt_state)}. {_remedy(opt_state, states)}"
+            f"Expected exactly one state of gainstage.with_loss_scale(tx).init(params) in "
+            f"opt_state; got {len(states)} in {_what_it_is(opt_state)}. "
+            f"{_remedy(opt_state, states)}"
         )
     state = states[0]
     if not hasattr(state.rule_state, "scale"):
@@ -62,10 +63,10 @@ def _what_it_is(tree: PyTree) -> str:
     return brief(repr(tree)) if isinstance(tree, int | float | str) else f"an object of type {name}"
 
 
-def _remedy(tree: PyTree, found: Sequence[LossScaledState]) -> str:
-    """What to write instead of something that has no state of `loss_scaled`, or several."""
+def _remedy(tree: PyTree, found: Sequence[LossScaleState]) -> str:
+    """What to write instead of something that has no state of `with_loss_scale`, or several."""
     if found:
-        return "One loss has one scale: loss_scaled(optax.multi_transform(...))."
+        return "One loss has one scale: with_loss_scale(optax.multi_transform(...))."
     if isinstance(tree, optax.GradientTransformation):
         return "Pass its state: opt_state = tx.init(params)."
     if any(base.__module__.startswith("keras.") for base in type(tree).__mro__):
@@ -77,12 +78,13 @@ def _remedy(tree: PyTree, found: Sequence[LossScaledState]) -> str:
     if not any(type(node).__module__.startswith("optax") for node in nodes):
         return "It has no state of optax: are the arguments in another order?"
     return (
-        "Wrap the transformation: tx = gainstage.loss_scaled(tx); for steps without loss "
-        "scaling, loss_scaled(tx, loss_scale=None)."
+        "Wrap the transformation: tx = gainstage.with_loss_scale(tx); for steps without loss "
+        "scaling, with_loss_scale(tx, loss_scale=None)."
     )
 
 
-# What keeps or hides a non-finite gradient if it stands around `loss_scaled`, by the name of its
+# What keeps or hides a non-finite gradient if it stands around `with_loss_scale`, by the name of
+# its
 # state: what to write instead, and why.
 _AROUND = {
     "MultiStepsState": (
@@ -115,27 +117,27 @@ _AROUND = {
 }
 
 
-def state_to_scale_by(opt_state: OptState, *, in_any_place: bool = False) -> LossScaledState:
-    """`loss_scaled_state`, for code that scales a loss by it and lets it decide on the step.
+def state_to_scale_by(opt_state: OptState, *, in_any_place: bool = False) -> LossScaleState:
+    """`loss_scale_state`, for code that scales a loss by it and lets it decide on the step.
 
     Args:
         opt_state: an optax state.
         in_any_place: whether something may stand before it in a chain.
 
     Raises:
-        ValueError: as `loss_scaled_state`, or a transformation around it can hide an overflow.
+        ValueError: as `loss_scale_state`, or a transformation around it can hide an overflow.
     """
-    whole = isinstance(opt_state, LossScaledState) and isinstance(opt_state.applied, jax.Array)
+    whole = isinstance(opt_state, LossScaleState) and isinstance(opt_state.applied, jax.Array)
     if whole and hasattr(opt_state.rule_state, "scale"):
         return opt_state  # there is nothing around it, and nothing boxed
-    state, node = loss_scaled_state(opt_state), opt_state
-    while not isinstance(node, LossScaledState):
+    state, node = loss_scale_state(opt_state), opt_state
+    while not isinstance(node, LossScaleState):
         kind = type(node).__name__
         if kind in _AROUND:
             instead, why = _AROUND[kind]
             raise ValueError(
-                f"Expected loss_scaled around all; got its state in a {kind}. Write "
-                f"gainstage.loss_scaled({instead}). {why}"
+                f"Expected with_loss_scale around all; got its state in a {kind}. Write "
+                f"gainstage.with_loss_scale({instead}). {why}"
             )
         parts = list(node.values() if isinstance(node, Mapping) else _parts(node))
         place = next((i for i, part in enumerate(parts) if states_in(part)), None)
@@ -144,9 +146,9 @@ def state_to_scale_by(opt_state: OptState, *, in_any_place: bool = False) -> Los
         is_later = place > 0 and (type(node) is tuple or isinstance(node, Mapping))
         if is_later and not in_any_place:
             raise ValueError(
-                f"Expected loss_scaled around a chain, or first in it; got it as number "
+                f"Expected with_loss_scale around a chain, or first in it; got it as number "
                 f"{place + 1}. What comes before it, such as optax.clip, can hide an overflow. "
-                f"Write gainstage.loss_scaled(optax.chain(...))."
+                f"Write gainstage.with_loss_scale(optax.chain(...))."
             )
         node = parts[place]
     return state
@@ -160,25 +162,25 @@ def _parts(node: OptState) -> Sequence[Any]:
 @functools.singledispatch
 def applied_in(opt_state: OptState) -> jax.Array | Variable:
     """Whether the last step was applied, by an optax state; optimizers are registered by theirs."""
-    return loss_scaled_state(opt_state).applied
+    return loss_scale_state(opt_state).applied
 
 
 @functools.singledispatch
 def observed_in(opt_state: OptState) -> Observed:
     """The telemetry in an optax state; optimizers are registered by their own module."""
-    observed: Observed | None = loss_scaled_state(opt_state).observed
+    observed: Observed | None = loss_scale_state(opt_state).observed
     if observed is None:
         raise ValueError(
             "Expected telemetry=True of the state; got one without it. Write "
             "gainstage.TrainState.create(params, tx, telemetry=True), or, in a chain of your own, "
-            "gainstage.loss_scaled(tx, telemetry=True)."
+            "gainstage.with_loss_scale(tx, telemetry=True)."
         )
     return observed
 
 
-def states_in(tree: PyTree) -> list[LossScaledState]:
-    """All states of `loss_scaled` inside an optax state."""
-    if isinstance(tree, LossScaledState):
+def states_in(tree: PyTree) -> list[LossScaleState]:
+    """All states of `with_loss_scale` inside an optax state."""
+    if isinstance(tree, LossScaleState):
         return [tree]
     nodes = jax.tree.leaves(tree, is_leaf=_is_state)
     return [node for node in nodes if _is_state(node)]
@@ -186,14 +188,14 @@ def states_in(tree: PyTree) -> list[LossScaledState]:
 
 def used_scale(opt_state: OptState) -> jax.Array:
     """The loss scale of the last step, 1 if it used none; before the first that of the rule."""
-    state = loss_scaled_state(opt_state)
+    state = loss_scale_state(opt_state)
     return jnp.where(state.is_scaled, state.rule_state.scale, 1.0)
 
 
 def retried(opt_state: OptState) -> OptState:
     """The state after a skipped step that is taken again: its telemetry counts a retry instead."""
 
-    def changed(state: LossScaledState) -> LossScaledState:
+    def changed(state: LossScaleState) -> LossScaleState:
         if state.observed is None:
             return state
         info = state.observed.info
@@ -209,7 +211,7 @@ def with_first_scale_if_skipped(last: OptState, first: OptState) -> OptState:
     applied."""
     (once,) = states_in(first)
 
-    def changed(state: LossScaledState) -> LossScaledState:
+    def changed(state: LossScaleState) -> LossScaleState:
         chosen = functools.partial(jnp.where, state.applied)
         scale = jax.tree.map(chosen, state.rule_state, once.rule_state)
         return state._replace(rule_state=scale)
@@ -220,7 +222,7 @@ def with_first_scale_if_skipped(last: OptState, first: OptState) -> OptState:
 def with_scale(opt_state: OptState, scale: ArrayLike) -> OptState:
     """An optax state with another loss scale, which lies where the old one does."""
 
-    def changed(state: LossScaledState) -> LossScaledState:
+    def changed(state: LossScaleState) -> LossScaleState:
         old = state.rule_state
         new = jnp.zeros_like(old.scale) + jnp.asarray(scale, jnp.float32)
         return state._replace(
@@ -231,9 +233,9 @@ def with_scale(opt_state: OptState, scale: ArrayLike) -> OptState:
 
 
 def _with_states(
-    changed: Callable[[LossScaledState], LossScaledState], opt_state: OptState
+    changed: Callable[[LossScaleState], LossScaleState], opt_state: OptState
 ) -> OptState:
-    """An optax state with `changed` applied to each state of `loss_scaled` in it."""
+    """An optax state with `changed` applied to each state of `with_loss_scale` in it."""
 
     return jax.tree.map(
         lambda node: changed(node) if _is_state(node) else node, opt_state, is_leaf=_is_state
@@ -241,7 +243,7 @@ def _with_states(
 
 
 def _is_state(node: object) -> bool:
-    return isinstance(node, LossScaledState)
+    return isinstance(node, LossScaleState)
 
 
 def refuse_other(
@@ -278,7 +280,7 @@ def refuse_other(
 
 
 class StepScalars(NamedTuple):
-    """The scalars that describe a state of `loss_scaled`."""
+    """The scalars that describe a state of `with_loss_scale`."""
 
     rule_state: RuleState
     applied: jax.Array
@@ -290,7 +292,7 @@ def without_scalars(opt_state: OptState) -> tuple[OptState, list[StepScalars]]:
     that donates the first leaves the second readable."""
     scalars = list[StepScalars]()
 
-    def split(state: LossScaledState) -> LossScaledState:
+    def split(state: LossScaleState) -> LossScaleState:
         stats = state.observed
         scalars.append(StepScalars(state.rule_state, state.applied, stats and stats.info))
         stats = stats and stats._replace(info=None)
@@ -299,7 +301,7 @@ def without_scalars(opt_state: OptState) -> tuple[OptState, list[StepScalars]]:
     return _with_states(split, opt_state), scalars
 
 
-def _unboxed(state: LossScaledState) -> LossScaledState:
+def _unboxed(state: LossScaleState) -> LossScaleState:
     """The scalars of a state, out of the boxes that a library such as Flax puts them in."""
 
     def unboxed(x: Any) -> Any:
@@ -308,4 +310,4 @@ def _unboxed(state: LossScaledState) -> LossScaledState:
         return jax.tree.leaves(x)[0]
 
     more = map(unboxed, (state.applied, state.observed, state.is_scaled))
-    return LossScaledState(unboxed(state.rule_state), state.inner, *more)
+    return LossScaleState(unboxed(state.rule_state), state.inner, *more)

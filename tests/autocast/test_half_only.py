@@ -1,4 +1,4 @@
-"""Fused kernels get half precision under autocast, through `in_half`, and float32 elsewhere."""
+"""Fused kernels get half precision under autocast, through `half_only`, and float32 elsewhere."""
 
 import functools
 from collections import Counter
@@ -14,12 +14,12 @@ from jax.sharding import AxisType, PartitionSpec
 
 import gainstage as gs
 from gainstage._programs import jaxprs
-from gainstage.precision import Plan, tune
+from gainstage.precision import Plan, find_plan
 from gainstage.precision.program_costs import kept
 
 attention = functools.partial(jax.nn.dot_product_attention, is_causal=True)
 fused = functools.partial(attention, implementation="cudnn")
-attend = gs.in_half(fused, float32=attention)
+attend = gs.half_only(fused, float32=attention)
 SHORT = {"float16": "f16", "bfloat16": "bf16", "float8": "f16"}
 
 
@@ -107,7 +107,9 @@ def test_a_pallas_kernel():
 
     w, x = normal(0, 16, 16) / 4, normal(1, 64, 16)
     exact = jax.grad(functools.partial(loss, product))(w, x)
-    plain, half = (gs.autocast(functools.partial(loss, f)) for f in (product, gs.in_half(product)))
+    plain, half = (
+        gs.autocast(functools.partial(loss, f)) for f in (product, gs.half_only(product))
+    )
     assert kernels_of(plain, w, x) == ["float32"]
     assert kernels_of(half, w, x) == ["float16"]
     assert kernels_of(jax.grad(half), w, x) == ["float16"] * 3
@@ -122,7 +124,7 @@ def test_what_is_cast():
         seen.update(x=x, factor=factor, flag=flag, **rest)
         return {"y": x * factor, "n": rest["ids"]}, jnp.float32(2)
 
-    own = gs.in_half(kernel, float32=kernel)
+    own = gs.half_only(kernel, float32=kernel)
     rest = {
         "ids": jnp.arange(3), "mask": np.ones(3, bool), "table": np.ones(3, np.float32),
         "half": jnp.ones(3, jnp.bfloat16), "key": jax.random.key(0), "wide": np.ones(3),
@@ -151,7 +153,7 @@ def test_half_arrays_pass_as_they_are():
     def float32(*xs):
         raise AssertionError
 
-    own = gs.in_half(kernel, float32=float32)
+    own = gs.half_only(kernel, float32=float32)
     mixed = X.astype("float16"), X.astype("bfloat16")
     for fun in (own, gs.autocast(own), gs.keep_float32()(own), gs.autocast(gs.keep_float32()(own))):
         assert fun(*mixed).dtype == "float16"
@@ -169,7 +171,7 @@ def test_half_arrays_beside_float32(dtype):
         return attend(q, k, v, bias)
 
     assert gs.autocast(weighed, "bfloat16")(bias).dtype == attention(q, k, v, bias).dtype
-    halved = gs.in_half(lambda x, y: x * y.astype(x.dtype))
+    halved = gs.half_only(lambda x, y: x * y.astype(x.dtype))
     found = gs.autocast(lambda x: halved(x.astype("bfloat16"), x), dtype)(X)
     assert found.dtype == "bfloat16"
 
@@ -212,7 +214,7 @@ def test_without_jit():
 def test_a_decorator():
     """Without brackets above a kernel; its name and docstring stay."""
 
-    @gs.in_half
+    @gs.half_only
     def kernel(x, w):
         """Multiplies."""
         assert x.dtype == w.dtype
@@ -229,7 +231,7 @@ def test_a_program_inside_of_a_kernel():
         y = jax.lax.cond(x.sum() > 0, lambda y: 2 * y, lambda y: 3 * y, x @ w)
         return jax.lax.fori_loop(0, 3, lambda _, y: jnp.where(y > 0, y + 1, y - 1), y)
 
-    own, w = gs.in_half(kernel), normal(0, 8, 8) / 3
+    own, w = gs.half_only(kernel), normal(0, 8, 8) / 3
 
     def loss(w, x):
         return jnp.mean(own(x @ w, w) @ w)
@@ -280,8 +282,8 @@ def twice(params, x):
         jax.jit(loss_fn),
         functools.partial(model, jax.jit(attend)),
         functools.partial(model, jax.checkpoint(attend)),
-        functools.partial(model, gs.in_half(fused)),
-        functools.partial(model, gs.in_half(fused, float32=attend)),
+        functools.partial(model, gs.half_only(fused)),
+        functools.partial(model, gs.half_only(fused, float32=attend)),
         gs.autocast(loss_fn),
     ],
 )
@@ -319,7 +321,7 @@ def written_out(q, k, v):
 
 def test_tangents_and_second_derivatives():
     """`jvp` and a product with the Hessian, of autocast and inside of it."""
-    loss = functools.partial(model, gs.in_half(written_out, float32=attention))
+    loss = functools.partial(model, gs.half_only(written_out, float32=attention))
     direction = {name: normal(30 + i, 64, 64) / 8 for i, name in enumerate("qkvo")}
 
     def tangent(fun, params):
@@ -353,8 +355,8 @@ def test_shard_map_inside(check):
 
 
 def test_a_function_with_its_own_derivative_around():
-    """Autocast changes nothing in a `custom_vjp`, so an `in_half` function inside is in float32;
-    `in_half` around it is in half precision."""
+    """Autocast changes nothing in a `custom_vjp`, so an `half_only` function inside is in float32;
+    `half_only` around it is in half precision."""
 
     @jax.custom_vjp
     def outer(q, k, v):
@@ -365,7 +367,7 @@ def test_a_function_with_its_own_derivative_around():
     inside = gs.autocast(functools.partial(model, outer))
     assert error(jax.grad(inside)(PARAMS, X), exact) < 2e-3
     assert cudnn.dtypes_of_calls(jax.grad(inside), PARAMS, X) == []
-    around = gs.autocast(functools.partial(model, gs.in_half(outer)))
+    around = gs.autocast(functools.partial(model, gs.half_only(outer)))
     assert error(jax.grad(around)(PARAMS, X), exact) < 2e-3
     calls = cudnn.dtypes_of_calls(jax.grad(around), PARAMS, X)
     assert set(map(tuple, calls)) == {("f16",) * 3}
@@ -458,7 +460,7 @@ def test_layers_keep_their_names():
 
     def named(params, x):
         with jax.named_scope("block_1"):
-            return model(gs.in_half(written_out, float32=attention), params, x)
+            return model(gs.half_only(written_out, float32=attention), params, x)
 
     program = jax.make_jaxpr(gs.autocast(named))(PARAMS, X)
     scopes = {
@@ -485,33 +487,34 @@ def test_a_kernel_is_a_product():
 def plan():
     with pytest.MonkeyPatch.context() as patch:
         cudnn.use(patch)
-        return tune(loss_fn, PARAMS, BATCHES, progress=False)
+        return find_plan(loss_fn, PARAMS, BATCHES, progress=False)
 
 
 def the_row(plan):
-    (row,) = [o for o in plan.operations if o.name == "in_half"]
+    (row,) = [o for o in plan.entries if o.name == "half_only"]
     return row
 
 
 def test_a_kernel_is_one_line_of_a_plan(plan):
-    """`tune` measures it, a file keeps it, and it is refused for a function without the kernel."""
+    """`find_plan` measures it, a file keeps it, and it is refused for a function without the
+    kernel."""
     row = the_row(plan)
     assert (row.dtype, row.reason, row.layer) == ("float16", "", "")
     assert 0 < row.error < 0.01
-    assert "test_in_half.py" in row.line
+    assert "test_half_only.py" in row.line
     assert kernels_of(gs.autocast(loss_fn, plan), PARAMS, X) == ["float16"]
     exact = jax.grad(exact_fn)(PARAMS, X)
     found = jax.jit(jax.grad(gs.autocast(loss_fn, plan, loss_scale=2.0**10)))(PARAMS, X)
     assert error(found, exact) < 2e-3
     assert Plan.from_json(plan.to_json()) == plan
-    with pytest.raises(ValueError, match=r"test_in_half\.py:\d+ \(`return .*attend.*lacks"):
+    with pytest.raises(ValueError, match=r"test_half_only\.py:\d+ \(`return .*attend.*lacks"):
         gs.autocast(exact_fn, plan)(PARAMS, X)
 
 
 def test_a_plan_may_keep_a_kernel_in_float32(plan):
     """Where its row says so, the float32 function runs, with the gradient of that."""
     row = the_row(plan)
-    rows = [o._replace(dtype="float32") if o is row else o for o in plan.operations]
+    rows = [o._replace(dtype="float32") if o is row else o for o in plan.entries]
     half = gs.autocast(loss_fn, Plan(plan.dtype, rows))
     assert kernels_of(half, PARAMS, X) == []
     assert error(jax.grad(half)(PARAMS, X), jax.grad(exact_fn)(PARAMS, X)) < 2e-3
@@ -521,7 +524,7 @@ def test_the_share_is_that_of_the_kernel(plan):
     """The share of its line, which is measured on rounded numbers in float32, is within a factor of
     two of the error of the kernel alone."""
     row = the_row(plan)
-    rows = [o if o is row else o._replace(dtype="float32") for o in plan.operations]
+    rows = [o if o is row else o._replace(dtype="float32") for o in plan.entries]
     exact = jax.grad(exact_fn)(PARAMS, *BATCHES[0])
     found = jax.grad(gs.autocast(loss_fn, Plan(plan.dtype, rows), loss_scale=2.0**10))(
         PARAMS, *BATCHES[0]
@@ -532,7 +535,7 @@ def test_the_share_is_that_of_the_kernel(plan):
 def test_a_plan_keeps_a_kernel_with_large_numbers_in_float32():
     """What float16 does not hold is not given to a kernel in float16."""
     large = {**PARAMS, "v": 3e5 * PARAMS["v"], "o": PARAMS["o"] / 3e5}
-    plan = tune(loss_fn, large, BATCHES, progress=False)
+    plan = find_plan(loss_fn, large, BATCHES, progress=False)
     assert (the_row(plan).dtype, the_row(plan).reason) == ("float32", "it is too large")
     assert kernels_of(gs.autocast(loss_fn, plan), large, X) == []
     found = jax.grad(gs.autocast(loss_fn, plan))(large, X)
@@ -550,7 +553,7 @@ def test_a_plan_in_loops_and_layers():
 
         return jnp.mean((jax.lax.scan(jax.checkpoint(turn), x, None, 2)[0] - 1) ** 2)
 
-    plan = tune(loss, PARAMS, BATCHES[:2], progress=False)
+    plan = find_plan(loss, PARAMS, BATCHES[:2], progress=False)
     assert (the_row(plan).dtype, the_row(plan).layer) == ("float16", "block")
     assert kernels_of(gs.autocast(loss, plan), PARAMS, X) == ["float16"]
 
@@ -558,7 +561,7 @@ def test_a_plan_in_loops_and_layers():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
 def test_plans_in_other_dtypes(dtype):
     """In a plan with float8 a kernel is in float16, in one with bfloat16 in bfloat16."""
-    plan = tune(loss_fn, PARAMS, BATCHES, dtype=dtype, max_noise=1, max_bias=1, progress=False)
+    plan = find_plan(loss_fn, PARAMS, BATCHES, dtype=dtype, max_noise=1, max_bias=1, progress=False)
     own = "bfloat16" if dtype == "bfloat16" else "float16"
     assert the_row(plan).dtype == own
     assert kernels_of(gs.autocast(loss_fn, plan), PARAMS, X) == [own]
@@ -570,7 +573,7 @@ def test_advise_counts_what_a_kernel_keeps():
     for own in (attention, attend):
         loss = functools.partial(model, own)
         advice = gs.advise(loss, PARAMS, BATCHES[:2], progress=False)
-        bytes_.append(next(c.kept for c in advice.costs if c.name == "float16"))
+        bytes_.append(next(c.kept for c in advice.candidates if c.name == "float16"))
     assert bytes_[1] < 0.8 * bytes_[0]
 
 
@@ -591,9 +594,9 @@ def test_float32_code_with_cudnn_names_the_remedy():
 
 def test_tune_and_calls_without_a_float32_function_name_it():
     """A kernel that refuses float32 has no reference, nor a result without autocast."""
-    bare = gs.in_half(fused)
+    bare = gs.half_only(fused)
     for call in (
-        lambda: tune(functools.partial(model, bare), PARAMS, BATCHES, progress=False),
+        lambda: find_plan(functools.partial(model, bare), PARAMS, BATCHES, progress=False),
         lambda: model(bare, PARAMS, X),
     ):
         with pytest.raises(NotImplementedError, match="got float32") as caught:
@@ -610,7 +613,7 @@ def test_other_errors_get_no_advice_about_kernels():
     ):
         with pytest.raises(kind) as caught:
             gs.autocast(wrong)(normal(0, 4, 8))
-        assert not any("in_half" in note for note in getattr(caught.value, "__notes__", ()))
+        assert not any("half_only" in note for note in getattr(caught.value, "__notes__", ()))
 
 
 def test_a_kernel_that_refuses_half_precision():
@@ -621,17 +624,17 @@ def test_a_kernel_that_refuses_half_precision():
             raise ValueError(f"bfloat16 only, not {x.dtype}")
         return x
 
-    own = gs.in_half(kernel, float32=lambda x: x)
+    own = gs.half_only(kernel, float32=lambda x: x)
     assert gs.autocast(own, "bfloat16")(X).dtype == "float32"
-    for each in (own, gs.in_half(kernel)):
+    for each in (own, gs.half_only(kernel)):
         with pytest.raises(ValueError, match="bfloat16 only, not float16") as caught:
             gs.autocast(each)(X)
-        assert any("gainstage.in_half passed float16" in n for n in caught.value.__notes__)
+        assert any("gainstage.half_only passed float16" in n for n in caught.value.__notes__)
 
 
 def test_functions_with_different_results():
     """A float32 function with results of other shapes is refused, by a sentence with both names."""
-    own = gs.in_half(lambda x: x, float32=lambda x: x[:1])
+    own = gs.half_only(lambda x: x, float32=lambda x: x[:1])
     with pytest.raises(
         TypeError,
         match=r"kernel and float32 of .*got \[\(2, 32, 64\)\] and \[\(1, 32, 64\)\]",
@@ -644,8 +647,8 @@ def test_functions_with_different_results():
 )
 def test_what_is_no_function(args, kwargs):
     """The error names the argument."""
-    with pytest.raises(TypeError, match=r"Expected a function for (kernel|float32) of in_half"):
-        gs.in_half(*args, **kwargs)
+    with pytest.raises(TypeError, match=r"Expected a function for (kernel|float32) of half_only"):
+        gs.half_only(*args, **kwargs)
 
 
 # ── training ─────────────────────────────────────────────────────────────────────────────────────
@@ -672,7 +675,7 @@ def test_the_gradients_of_a_state():
     assert error(grads, jax.grad(exact_fn)(PARAMS, X)) < 2e-3
 
 
-@pytest.mark.parametrize("own", [attend, gs.in_half(written_out, float32=attention)])
+@pytest.mark.parametrize("own", [attend, gs.half_only(written_out, float32=attention)])
 def test_an_audit_compares_a_kernel_with_float32(own):
     """Its reference is the float32 function, also in the audited steps of a run."""
     half = gs.autocast(functools.partial(model, own))
@@ -693,7 +696,7 @@ def test_an_audit_compares_a_kernel_with_float32(own):
 
 
 def around(attend):
-    """`attend` inside of a function with its own derivative, where `in_half` is left as it is."""
+    """`attend` inside of a function with its own derivative, where `half_only` is left as it is."""
 
     @jax.custom_vjp
     def outer(*xs):
@@ -705,9 +708,9 @@ def around(attend):
 
 KERNELS = {
     "cudnn": attend,
-    "no float32": gs.in_half(fused),
+    "no float32": gs.half_only(fused),
     "cast by hand": by_hand,
-    "written out": gs.in_half(written_out, float32=attention),
+    "written out": gs.half_only(written_out, float32=attention),
     "inside": around(attend),
 }
 
@@ -716,7 +719,7 @@ KERNELS = {
 def test_lint_finds_nothing_in_a_right_step(name):
     """A step with a kernel is not accused, whatever is known of its derivative."""
     loss = gs.autocast(functools.partial(language_model, KERNELS[name]))
-    tx = gs.loss_scaled(optax.adam(1e-3))
+    tx = gs.with_loss_scale(optax.adam(1e-3))
 
     def step(params, opt_state, ids):
         value, grads = gs.value_and_grad(loss, opt_state)(params, ids)
@@ -731,7 +734,7 @@ def test_lint_finds_nothing_in_a_right_step(name):
 def test_lint_finds_a_loss_that_is_not_scaled(name):
     """A fault is found in a step with a kernel as in one without."""
     loss = gs.autocast(functools.partial(language_model, KERNELS[name]))
-    tx = gs.loss_scaled(optax.adam(1e-3))
+    tx = gs.with_loss_scale(optax.adam(1e-3))
 
     def step(params, opt_state, ids):
         value, grads = jax.value_and_grad(loss)(params, ids)

@@ -11,12 +11,12 @@ from flax import nnx
 from jax import lax
 
 import gainstage as gs
-from gainstage.precision import Operation, Plan, tune
+from gainstage.precision import Plan, PlanEntry, find_plan
 
 
 def tuned(fun, params, *batch, max_error=0.005, **options):
     """The plan whose gradient has at most this error on one batch."""
-    return tune(fun, params, [batch], max_error=max_error, **options)
+    return find_plan(fun, params, [batch], max_error=max_error, **options)
 
 
 def draw(number, *shape):
@@ -57,7 +57,7 @@ def test_the_one_product_that_float16_ruins_stays_in_float32(plan):
     batch = 300 + 0.7 * np.asarray(X), Y
     assert error(offset, "float16", OFFSET, *batch) > 0.1
     assert error(offset, plan, OFFSET, *batch) <= 0.005
-    products = [o.dtype for o in plan.operations if o.name == "dot_general"]
+    products = [o.dtype for o in plan.entries if o.name == "dot_general"]
     assert products == ["float32", "float16"]  # two are on one line
 
 
@@ -82,7 +82,7 @@ def test_what_comes_near_the_largest_number_stays_in_float32(height, is_near):
 
     plan = tuned(hot, PARAMS, X, Y)
     assert plan.measured.error <= 0.005
-    large = {o.name: o.dtype for o in plan.operations if o.reason == "it is too large"}
+    large = {o.name: o.dtype for o in plan.entries if o.reason == "it is too large"}
     assert large == ({"mul": "float32", "div": "float32"} if is_near else {})
 
 
@@ -95,7 +95,7 @@ def test_what_overflows_hides_no_small_gradients():
             h = jnp.tanh(x @ params["a"]) @ params["b"] * 5e4
             return factor * jnp.mean((jnp.tanh(h / 5e4) @ params["c"] - y) ** 2)
 
-        return {o.name: o.dtype for o in tuned(loss, PARAMS, X, Y).operations}
+        return {o.name: o.dtype for o in tuned(loss, PARAMS, X, Y).entries}
 
     assert hot(1e-5) == hot(1.0)
     assert hot(1e-5)["sub"] == "float16"
@@ -110,8 +110,8 @@ def test_a_plan_of_a_small_batch_holds_for_a_large_one():
         return total / z.size
 
     plan = tuned(loss, PARAMS, X[:16])
-    assert {o.dtype for o in plan.operations if o.name == "dot_general"} == {"float16"}
-    assert not {"reduce_sum", "div"} & {o.name for o in plan.operations}  # as by the default rules
+    assert {o.dtype for o in plan.entries if o.name == "dot_general"} == {"float16"}
+    assert not {"reduce_sum", "div"} & {o.name for o in plan.entries}  # as by the default rules
     large = np.tile(X, (64, 1))
     found, expected = (jax.jit(f)(PARAMS, large) for f in (gs.autocast(loss, plan), loss))
     assert float(found) == pytest.approx(float(expected), rel=1e-3)
@@ -126,7 +126,7 @@ def test_infinities_of_a_mask_are_no_large_numbers():
         return jnp.mean(jax.nn.softmax(scores) ** 2)
 
     plan = tuned(loss, PARAMS, X)
-    assert not any(o.reason == "it is too large" for o in plan.operations)
+    assert not any(o.reason == "it is too large" for o in plan.entries)
 
 
 def test_a_tighter_bound_keeps_more():
@@ -135,7 +135,7 @@ def test_a_tighter_bound_keeps_more():
     for bound in (1e-2, 3e-4, 1e-6):
         plan = tuned(offset, OFFSET, 300 + 0.7 * np.asarray(X), Y, max_error=bound)
         assert plan.measured.error <= bound
-        counts.append(sum(o.dtype == "float16" for o in plan.operations))
+        counts.append(sum(o.dtype == "float16" for o in plan.entries))
     assert counts[0] > counts[1] > counts[2] == 0
 
 
@@ -151,10 +151,10 @@ def test_equal_layers_share_a_measurement():
         return jnp.mean(lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, params)[0] ** 2)
 
     params = np.stack([PARAMS[name] for name in "abc"])
-    rows = [[o.key for o in tuned(loss, params[:n], X).operations] for n in (1, 3)]
+    rows = [[o.key for o in tuned(loss, params[:n], X).entries] for n in (1, 3)]
     assert rows[0] == rows[1]
     plan = tuned(scanned, params, X)
-    assert [o.dtype for o in plan.operations if o.name == "dot_general"] == ["float16"]
+    assert [o.dtype for o in plan.entries if o.name == "dot_general"] == ["float16"]
     assert error(scanned, plan, params, X) <= 0.005
 
 
@@ -163,10 +163,10 @@ def test_a_plan_is_saved_and_loaded(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan
-    assert loaded != Plan("float16", plan.operations[1:], plan.predicted, plan.measured)
+    assert loaded != Plan("float16", plan.entries[1:], plan.predicted, plan.measured)
     assert str(loaded) == str(plan)
     assert "an error of 0.0" in str(plan)
-    assert "test_tune_precision.py:" in str(plan)
+    assert "test_find_plan.py:" in str(plan)
 
 
 def test_a_plan_needs_the_function_without_autocast(plan):
@@ -177,7 +177,7 @@ def test_a_plan_needs_the_function_without_autocast(plan):
 
 def test_a_row_shows_what_is_known_of_its_line(plan):
     """A column that no row has is left out, and lines that are in float32 are named as code."""
-    rows = [o._replace(error=np.nan) for o in plan.operations if o.dtype == "float32"]
+    rows = [o._replace(error=np.nan) for o in plan.entries if o.dtype == "float32"]
     head, *table, code = str(Plan("float16", rows)).splitlines()
     assert head == f"float16 by the default rules, with rows in float32 ({len(rows)})."
     assert table[0].split() == ["operation", "dtype", "line", "why"]
@@ -226,13 +226,13 @@ def test_a_damaged_plan_is_refused_where_it_is_read(plan, field, values, tmp_pat
     refused(plan, tmp_path / "damaged.json", lambda content: content.pop(field))
 
 
-@pytest.mark.parametrize("field", Operation._fields)
+@pytest.mark.parametrize("field", PlanEntry._fields)
 def test_a_damaged_row_of_a_plan_is_refused(plan, field, tmp_path):
     """A row that would count as float32, or fail later, is an error of the file."""
     is_number = field in ("error", "noise", "bias")
     values = ["big", True, []] if is_number else [1, None, ["a"]]
     values += ["banana", "float8", "float32 result"] if field == "dtype" else []
-    number = [o.name for o in plan.operations].index("tanh")  # which is no product
+    number = [o.name for o in plan.entries].index("tanh")  # which is no product
     for value in values:
         refused(
             plan, tmp_path / "damaged.json",
@@ -268,7 +268,7 @@ def test_models_and_aux():
     plan = tuned(loss, model, X, has_aux=True)
     assert plan.measured.error <= 0.005
     assert model.layers[1].mean[...] is mean  # measuring changes nothing
-    assert "log1p" not in {o.name for o in plan.operations}  # the user has decided on it
+    assert "log1p" not in {o.name for o in plan.entries}  # the user has decided on it
     state = gs.TrainState.create(model, optax.sgd(0.1))
     _, value, aux = gs.train_step(gs.autocast(loss, plan), has_aux=True)(state, X)
     assert bool(jnp.isfinite(value))
@@ -308,4 +308,4 @@ def test_the_file_is_json(plan, tmp_path):
     """Other programs can read the rows."""
     plan.save(tmp_path / "plan.json")
     content = json.loads((tmp_path / "plan.json").read_text())
-    assert content["operations"][0] == plan.operations[0]._asdict() | {"noise": None, "bias": None}
+    assert content["operations"][0] == plan.entries[0]._asdict() | {"noise": None, "bias": None}
