@@ -17,10 +17,10 @@ IMAGES, LABELS = np.float32(IMAGES / 16), np.int32(LABELS)
 TEST = (IMAGES[TRAIN:], LABELS[TRAIN:])
 
 
-def batches(seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def batches(seed: int, epochs: int = EPOCHS) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """All batches of all epochs."""
     rng = np.random.default_rng(seed)
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         order = rng.permutation(TRAIN).reshape(-1, BATCH)
         yield from ((IMAGES[places], LABELS[places]) for places in order)
 
@@ -47,17 +47,22 @@ def accuracy(logits: jax.Array) -> float:
     return float((jnp.argmax(logits, axis=-1) == TEST[1]).mean())
 
 
-Train = Callable[[str, int], tuple[list[float], float]]
+DTYPES = "float32", "bfloat16", "float16"
+Losses = list[float]
+Train = Callable[[str, int], tuple[Losses, float] | tuple[Losses, float, int]]
 
 
 def main(train: Train, seeds: int = 3) -> None:
-    """Trains in float32 and in float16, both with loss scaling, and prints how well.
+    """Trains in each dtype, and prints how well.
 
     Args:
-        train: `(dtype to compute in, seed) -> (losses, accuracy)`.
+        train: `(dtype to compute in, seed) -> (losses, accuracy)`, and the number of
+            skipped steps if some are.
         seeds: how many.
     """
-    for dtype in ("float32", "float16"):
-        losses, right = zip(*(train(dtype, seed) for seed in range(seeds)), strict=True)
+    for dtype in DTYPES:
+        losses, right, *skipped = zip(*(train(dtype, seed) for seed in range(seeds)), strict=True)
         ends = np.mean([steps[-10:] for steps in losses])
-        print(f"{dtype}: {np.mean(right):.2%} of the test images, loss {ends:.4f} at the end")
+        skips = f", {sum(skipped[0])} steps skipped" if skipped else ""
+        right = f"{np.mean(right):.2%} of the test images"
+        print(f"{dtype:8}  {right}, loss {ends:.4f} at the end{skips}")

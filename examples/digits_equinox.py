@@ -1,4 +1,4 @@
-"""Equinox: four lines are ours.
+"""Equinox: two lines are ours.
 
 pip install ".[demo]" equinox
 python examples/digits_equinox.py
@@ -36,22 +36,14 @@ def loss_fn(model, x, y):
 
 
 def train(dtype, seed):
-    fun = gs.autocast(loss_fn) if dtype == "float16" else loss_fn  # ours
-    model = Network(seed)
-    tx = gs.with_loss_scale(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
-    opt_state = tx.init(model)
-
-    @eqx.filter_jit
-    def step(model, opt_state, x, y):
-        loss, grads = gs.value_and_grad(fun, opt_state)(model, x, y)  # ours
-        updates, opt_state = tx.update(grads, opt_state, model)
-        return gs.transforms.apply_updates(model, updates, opt_state), opt_state, loss  # ours
-
+    tx = optax.adam(digits.RATE, eps=digits.EPSILON)
+    state = gs.TrainState.create(Network(seed), tx)  # ours
+    step = gs.train_step(gs.autocast(loss_fn, dtype))  # ours
     losses = []
     for x, y in digits.batches(seed):
-        model, opt_state, loss = step(model, opt_state, x, y)
+        state, loss = step(state, x, y)
         losses.append(loss)
-    right = digits.accuracy(jax.vmap(model)(digits.TEST[0]))
+    right = digits.accuracy(jax.vmap(state.params)(digits.TEST[0]))
     return [float(loss) for loss in losses], right
 
 

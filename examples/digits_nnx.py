@@ -1,4 +1,4 @@
-"""Flax NNX: three lines are ours.
+"""Flax NNX: two lines are ours.
 
 pip install ".[demo,flax]"
 python examples/digits_nnx.py
@@ -31,18 +31,15 @@ def train(dtype, seed):
     for name, weights in digits.first_weights(seed).items():
         layer = getattr(model, name)
         layer.kernel[...], layer.bias[...] = map(jax.numpy.asarray, (weights["w"], weights["b"]))
-    tx = gs.with_loss_scale(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    fun = gs.autocast(loss_fn) if dtype == "float16" else loss_fn  # ours
-
-    @nnx.jit
-    def step(model, optimizer, x, y):
-        loss, grads = gs.value_and_grad(fun, optimizer.opt_state)(model, x, y)  # ours
-        optimizer.update(model, grads)
-        return loss
-
-    losses = [step(model, optimizer, x, y) for x, y in digits.batches(seed)]
-    return [float(loss) for loss in losses], digits.accuracy(model(digits.TEST[0]))
+    tx = optax.adam(digits.RATE, eps=digits.EPSILON)
+    state = gs.TrainState.create(model, tx)  # ours
+    step = gs.train_step(gs.autocast(loss_fn, dtype))  # ours
+    losses = []
+    for x, y in digits.batches(seed):
+        state, loss = step(state, x, y)
+        losses.append(loss)
+    right = digits.accuracy(state.params(digits.TEST[0]))
+    return [float(loss) for loss in losses], right
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""A language model in float16: Flax NNX, on one device or on a mesh.
+"""A language model: Flax NNX, in float16, bfloat16 or float32, on one device or on a mesh.
 
     pip install ".[flax,report]"
     python examples/language_model.py --quick  # less than a minute
     python examples/language_model.py          # about 7 minutes on a CPU core
+    python examples/language_model.py --dtype float32  # to compare
 
 It learns to write Python, byte by byte, from the modules of Python's own standard library. Kill it
 at any moment: the same command goes on from the last state that was saved. To try a mesh on one
@@ -27,7 +28,6 @@ from jax.sharding import PartitionSpec as Spec
 import gainstage as gs
 from gainstage.diagnostics import JsonLines, StepRecorder
 
-HALF, FULL = jnp.float16, jnp.float32
 RULE = gs.DynamicLossScale(2.0**20, increment_period=100, min_scale=1.0)
 
 
@@ -55,10 +55,10 @@ class Block(nnx.Module):
 
     def __init__(self, width, heads, rngs):
         def linear(inputs, outputs):
-            return nnx.Linear(inputs, outputs, use_bias=False, dtype=HALF, rngs=rngs)
+            return nnx.Linear(inputs, outputs, use_bias=False, rngs=rngs)
 
         self.heads = heads
-        self.norms = nnx.List([nnx.RMSNorm(width, dtype=HALF, rngs=rngs) for _ in range(2)])
+        self.norms = nnx.List([nnx.RMSNorm(width, rngs=rngs) for _ in range(2)])
         self.qkv, self.out = linear(width, 3 * width), linear(width, width)
         self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
@@ -69,28 +69,24 @@ class Block(nnx.Module):
 
     def attend(self, x):
         q, k, v = jnp.moveaxis(self.qkv(x).reshape(*x.shape[:2], 3, self.heads, -1), 2, 0)
-        # jax.nn.dot_product_attention cannot be differentiated in float16 on a CPU (jax 0.10.2).
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=FULL)
-        scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores * q.shape[-1] ** -0.5, -1e9)
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(HALF), v)
-        return self.out(mixed.reshape(x.shape))
+        return self.out(jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape))
 
 
 class LanguageModel(nnx.Module):
-    """Bytes to the logits of the next byte: float32 weights, float16 arithmetic."""
+    """Bytes to the logits of the next byte."""
 
     def __init__(self, settings, rngs):
         width, heads = settings.width, settings.heads
-        self.embed = nnx.Embed(128, width, dtype=HALF, rngs=rngs)
-        self.place = nnx.Embed(settings.context, width, dtype=HALF, rngs=rngs)
+        self.embed = nnx.Embed(128, width, rngs=rngs)
+        self.place = nnx.Embed(settings.context, width, rngs=rngs)
         self.blocks = nnx.List([Block(width, heads, rngs) for _ in range(settings.layers)])
-        self.norm = nnx.RMSNorm(width, dtype=HALF, rngs=rngs)
+        self.norm = nnx.RMSNorm(width, rngs=rngs)
 
     def __call__(self, tokens):
         x = self.embed(tokens) + self.place(jnp.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return self.embed.attend(self.norm(x)).astype(FULL)
+        return self.embed.attend(self.norm(x))
 
 
 def make_model(settings=Settings()):  # noqa: B008 - a NamedTuple does not change
@@ -102,6 +98,11 @@ def loss_fn(model, tokens):
     """The mean cross-entropy of each next byte, in nats."""
     logits = model(tokens[:, :-1])
     return optax.losses.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+half = gs.autocast(
+    loss_fn, "float16"
+)  # `gainstage xray --loss language_model:half` computes it too
 
 
 class Average(NamedTuple):
@@ -187,14 +188,14 @@ def begin(settings, saved, everywhere):
     return state, done
 
 
-def train(settings, folder, devices):
+def train(settings, folder, devices, dtype):
     """Trains to the end; returns the model with averaged weights."""
     mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
     everywhere, divided = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec("data"))
     folder.mkdir(parents=True, exist_ok=True)
     saved = folder / "state.safetensors"
     state, done = begin(settings, saved, everywhere)
-    step = gs.train_step(loss_fn)
+    step = gs.train_step(half if dtype == "float16" else gs.autocast(loss_fn, dtype))
     text, held_out = read_texts()
     unseen = np.stack([draw(held_out, settings, n) for n in range(8)])
     recorder, began = StepRecorder(folder / "bad.safetensors", keep=3), time.perf_counter()
@@ -225,13 +226,15 @@ def main():
     """Reads the command line, trains, and writes some text."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small model, less than a minute")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
     parser.add_argument("--devices", type=int, help="how many devices to use (default: all)")
     parser.add_argument("--folder", type=Path, help="for states, telemetry and bad steps")
     options = parser.parse_args()
     settings = QUICK if options.quick else Settings()
     name = "language_model_quick" if options.quick else "language_model"
     folder = options.folder or Path("runs", name)
-    model = train(settings, folder.absolute(), jax.devices()[: options.devices])
+    devices = jax.devices()[: options.devices]
+    model = train(settings, folder.absolute(), devices, options.dtype)
     prompt = bytes(read_texts()[1][: settings.context])
     print(f"{prompt.decode()}|{write_text(model, prompt, settings.sample)}")
 

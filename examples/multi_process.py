@@ -1,4 +1,4 @@
-"""Trains a network in float16 on the devices of several processes, all on this machine.
+"""Trains a network in half precision on the devices of several processes, all on this machine.
 
     pip install . orbax-checkpoint
     python examples/multi_process.py --processes 2 --devices 4 --checkpoints run
@@ -22,6 +22,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -29,6 +30,14 @@ import gainstage as gs
 from gainstage import distributed
 
 WIDTHS, BATCH = [64, 256, 256, 1], 256
+
+
+def loss_fn(params, x, y):
+    """The mean squared error, over the batches of all processes."""
+    *hidden, last = params.values()
+    for w in hidden:
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x @ last - y) ** 2)
 
 
 def train(options):
@@ -42,52 +51,35 @@ def train(options):
     split = NamedSharding(mesh, PartitionSpec("data"))
 
     rng = np.random.default_rng(0)  # the same on every process
-    weights = []
+    params = {}
     for i, (n, m) in enumerate(itertools.pairwise(WIDTHS)):
         value = rng.normal(size=(n, m)).astype(np.float32) / np.sqrt(n)
-        weights.append(gs.optimizers.Variable(jax.device_put(value, replicated), name=f"layer{i}"))
-    optimizer = gs.optimizers.LossScaleOptimizer(gs.optimizers.Adam(1e-3, shard_state_over="data"))
-    optimizer.build(weights)
+        params[f"layer{i}"] = jax.device_put(value, replicated)
+    state = gs.TrainState.create(params, optax.adam(1e-3), shard_state_over="data")
+    step = gs.train_step(gs.autocast(loss_fn, options.dtype))
     if options.process == 0:
-        held = sum(v.value().addressable_shards[0].data.nbytes for v in optimizer.variables)
+        held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.opt_state))
         print(f"each device holds {held} bytes of state", flush=True)
-    distributed.assert_consistent(optimizer)
-
-    def state():
-        """What a checkpoint has."""
-        return {"weights": [w.value() for w in weights], "optimizer": optimizer.state()}
 
     checkpoints = ocp.CheckpointManager(Path(options.checkpoints or "checkpoints").absolute())
     start = checkpoints.latest_step() or 0
     if start:
-        saved = checkpoints.restore(start, args=ocp.args.StandardRestore(state()))
-        for weight, value in zip(weights, saved["weights"], strict=True):
-            weight.assign(value)
-        optimizer.load_state(saved["optimizer"])
-
-    def loss(x, y):
-        for weight in weights[:-1]:
-            x = jnp.tanh(x.astype(jnp.float16) @ weight.value().astype(jnp.float16))
-        return jnp.mean((x @ weights[-1].value().astype(jnp.float16) - y) ** 2)
-
-    def step(x, y):
-        return optimizer.minimize(lambda: loss(x, y), weights)
-
-    step = gs.optimizers.jit(step, (weights, optimizer.variables), donate=True)
+        state = checkpoints.restore(start, args=ocp.args.StandardRestore(state))
     for i in range(start, options.steps):
         rng = np.random.default_rng(i)
         x = rng.normal(size=(BATCH, WIDTHS[0])).astype(np.float32)
         y = np.tanh(x[:, :1] + x[:, 1:2])
         batch = [jax.make_array_from_callback(a.shape, split, a.__getitem__) for a in (x, y)]
-        value = step(*batch)
+        state, loss = step(state, *batch)
         if (i + 1) % 20 == 0:
-            checkpoints.save(i + 1, args=ocp.args.StandardSave(state()))
+            checkpoints.save(i + 1, args=ocp.args.StandardSave(state))
+            checkpoints.wait_until_finished()  # the next step reuses the memory of this state
             if options.process == 0:
-                scale = float(optimizer.loss_scale)
-                print(f"step {i + 1}: loss {float(value):.4f}, scale {scale:g}", flush=True)
+                scale = float(state.loss_scale)
+                print(f"step {i + 1}: loss {float(loss):.4f}, scale {scale:g}", flush=True)
     checkpoints.close()
-    assert distributed.check_replicas(weights)
-    mine = b"".join(np.asarray(w.value().addressable_data(0)).tobytes() for w in weights)
+    assert distributed.check_replicas(state.params)
+    mine = b"".join(np.asarray(w.addressable_data(0)).tobytes() for w in state.params.values())
     digest = hashlib.sha256(mine).hexdigest()
     print(f"process {options.process}: the weights are {digest[:16]}", flush=True)
 
@@ -99,6 +91,7 @@ def main():
     parser.add_argument(
         "--devices", type=int, default=4, help="CPU devices of each process; 0 for those it has"
     )
+    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument(
         "--checkpoints", help="a folder; with --process by default `checkpoints`, else a new one"
