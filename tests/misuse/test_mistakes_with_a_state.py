@@ -127,6 +127,14 @@ def test_what_the_advice_for_a_flag_says_works():
     assert float(step(made(), X, Y)[1]) == pytest.approx(31.0**2)
 
 
+def test_a_state_prints_in_a_line():
+    """Of a large state the sizes, and of one whose arrays were donated that they were."""
+    state = made()
+    gs.train_step(loss_fn)(state, X, Y)
+    assert re.fullmatch(r"TrainState\(params=<1 array, 512 numbers>, .*\)", repr(made()))
+    assert "params=donated" in repr(state)
+
+
 def told(run, times=3):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

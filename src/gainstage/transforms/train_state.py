@@ -402,8 +402,11 @@ class TrainState(Generic[Params]):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
-        fields = {**{name: "donated" for name in _DONATED}, **vars(self)}
-        return f"TrainState({', '.join(f'{n}={fields[n]!r}' for n in (*_FIELDS, 'tx'))})"
+        parts = [
+            f"{name}={_in_short(vars(self)[name]) if name in vars(self) else 'donated'}"
+            for name in _FIELDS
+        ]
+        return f"TrainState({', '.join(parts)})"
 
     def __copy__(self) -> Self:
         """The same as `copy`: a state that shares arrays would lose them to the next step."""
@@ -416,6 +419,15 @@ class TrainState(Generic[Params]):
     def __getstate__(self) -> dict[str, Any]:
         """All but the transformation, which is made of functions that cannot be pickled."""
         return {**{name: getattr(self, name) for name in _FIELDS}, "tx": None}
+
+
+def _in_short(tree: PyTree) -> str:
+    """How many arrays and numbers a part of a state has; an array alone by `repr`."""
+    leaves = jax.tree.leaves(tree)
+    if len(leaves) == 1 and leaves[0] is tree and not jnp.shape(tree):
+        return repr(tree)
+    arrays = "1 array" if len(leaves) == 1 else f"{len(leaves)} arrays"
+    return f"<{arrays}, {sum(jnp.size(x) for x in leaves):,} numbers>" if leaves else repr(tree)
 
 
 def refuse_deleted(state: PyTree) -> None:
