@@ -1,6 +1,7 @@
 """Mistakes with a train state and its step: each is told once, with the words that help."""
 
 import functools
+import importlib
 import re
 import warnings
 
@@ -64,6 +65,15 @@ def a_loss_as_the_extra():
     state.apply_gradients(grads, loss)
 
 
+def of_keras_compile(*args):
+    return importlib.import_module("gainstage.interop.keras").compile(*args)
+
+
+def on_cudnn(x):
+    attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    return gs.half_only(attend, float32=jax.nn.dot_product_attention)(x, x, x).sum()
+
+
 def enter(context):
     with context:
         pass
@@ -104,6 +114,32 @@ MISTAKES = {
         lambda: gs.TrainState.create(of_keras(), optax.adam(0.1)), r"interop\.keras\.compile",
     ),
     "a loss for lint": (lambda: gs.lint(HALF, made(), X, Y), r"lint\(step, state, \*batch\)"),
+    "a batch that is a tuple, in an X-ray": (
+        lambda: gs.xray(HALF, made(), (X, Y)), r"gainstage\.xray\(loss_fn, state, \*batch\)",
+    ),
+    "a batch that is a tuple, in an audit": (
+        lambda: gs.audit(HALF, made(), (X, Y)), r"gainstage\.audit\(fun, state, \*batch\)",
+    ),
+    "no scale for a mending": (
+        lambda: gs.mend(HALF, made().params, X, Y), r"Write gainstage\.mend\(fun, state, \*batch\)",
+    ),
+    "a dtype as the scale": (
+        lambda: gs.with_loss_scale(optax.adam(0.1), "bfloat16"),
+        r"gainstage\.autocast\(loss_fn, dtype\)",
+    ),
+    "autocast around a step": (
+        lambda: gs.autocast(gs.train_step(loss_fn), "bfloat16"),
+        r"gainstage\.train_step\(gainstage\.autocast\(loss_fn, 'bfloat16'\)\)",
+    ),
+    "parameters in the place of a loss": (
+        lambda: gs.autocast({"w": X}), r"got \{'w': float32\[64, 32\]\}",
+    ),
+    "a dtype by position for Keras": (
+        lambda: of_keras_compile(of_keras(), "adam", "mse", "bfloat16"), 'dtype="bfloat16"',
+    ),
+    "a kernel of cuDNN on a CPU": (
+        lambda: gs.autocast(on_cudnn)(jnp.ones((1, 8, 1, 64))), "take the kernel only where",
+    ),
     "a flag in the batch": (
         lambda: gs.train_step(gs.autocast(chosen))(made(), X, Y, True),
         r"`batch\[2\]` is True.*functools\.partial",
@@ -115,7 +151,7 @@ MISTAKES = {
 def test_a_mistake_is_an_error_that_says_what_to_write(case):
     """The words that help stand in the error, or in a note under that of JAX."""
     run, words = MISTAKES[case]
-    with pytest.raises((TypeError, ValueError)) as error:
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
         run()
     said = "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
     assert re.search(words, said, re.S), said

@@ -24,6 +24,7 @@ from gainstage._xray.windows import Window, common_window, windows_of
 from gainstage.precision.autocast import plan_of
 from gainstage.runs.telemetry import ADVISE
 from gainstage.transforms.loss_scale_state import loss_scale_state
+from gainstage.transforms.step_gradients import check_arguments
 from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.value_and_grad import LossFunction
 
@@ -113,7 +114,9 @@ def xray(
             "step without loss scaling."
         )
     value = checks.loss_scale("scale", float(np.asarray(scale)))
-    program = program_of(LossFunction(loss_fn, has_aux, using, has_extra), args, argnums)
+    loss = LossFunction(loss_fn, has_aux, using, has_extra)
+    check_arguments(loss, args, call="gainstage.xray(loss_fn, state")
+    program = program_of(loss, args, argnums)
     steps = jaxprs.count(program.jaxpr)
     with counted(steps, "X-ray", "trying change", every=16, shows=progress) as tick:
         return Xray(program, float(value), tick, prescribe, compiled, is_cast, is_next)

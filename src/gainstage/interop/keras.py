@@ -5,6 +5,7 @@ Needs the extra `keras` and `KERAS_BACKEND=jax`; import it before `keras.saving.
 
 from typing import Any
 
+from gainstage._base import checks
 from gainstage._base.checks import brief
 from gainstage.interop.keras_audit import Audit
 from gainstage.interop.keras_autocast import autocast, check_model, under
@@ -30,6 +31,9 @@ def __dir__() -> list[str]:
     return __all__
 
 
+@checks.explains(
+    'Write compile(model, optimizer, loss, dtype="bfloat16"), all after the loss by name.'
+)
 def compile(
     model: Any,
     optimizer: Any = "rmsprop",

@@ -167,7 +167,12 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
             f"gainstage.interop.keras.autocast(model); its optimizer scales the loss."
         )
     if not callable(fun):
-        raise TypeError(f"Expected a function for fun; got {fun!r}.")
+        raise TypeError(f"Expected a function for fun; got {brief(fun)}.")
+    if getattr(fun, "is_train_step", False):
+        raise TypeError(
+            f"Expected a loss for fun; got {brief(fun)}, which also updates. Write "
+            f"gainstage.train_step(gainstage.autocast(loss_fn, {dtype!r}))."
+        )
     if getattr(fun, "is_self_scaled", False):
         raise ValueError(
             f"Expected a function without a loss_scale for fun; got {fun!r}, which autocast cannot "

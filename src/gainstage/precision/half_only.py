@@ -102,6 +102,11 @@ def _as_one_equation(kernel: Callable[..., R], wide: Callable[..., R], arguments
             error.add_note(
                 f"gainstage.half_only passed {half} to this kernel, as autocast asks for."
             )
+            if "cudnn" in str(error).lower() and jax.default_backend() != "gpu":
+                error.add_note(
+                    "There is no cuDNN without a GPU: take the kernel only where "
+                    'jax.default_backend() == "gpu", and else the function without it.'
+                )
             raise
         results = _results_of(computed)
         wanted = types[0] if types else results

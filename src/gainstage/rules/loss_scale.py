@@ -311,8 +311,18 @@ def as_rule(name: str, value: object, others: Collection[str] = ()) -> LossScale
             f'Expected "dynamic", a number, None, or a rule for {name}: '
             f"gainstage.DynamicLossScale(), AdaptiveLossScale(), FixedLossScale(scale) or one of "
             f"your own; got {value!r}."
+            + " A dtype is that of the loss: gainstage.autocast(loss_fn, dtype)."
+            * _is_dtype(value)
         )
     return FixedLossScale(checks.loss_scale(name, rule))
+
+
+def _is_dtype(value: Any) -> bool:
+    """Whether a value is a dtype, or the name of one."""
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(value), jnp.number))
+    except TypeError:
+        return False
 
 
 def is_default(value: object) -> bool:

@@ -27,7 +27,7 @@ from gainstage.transforms.models import (
     traced_of,
 )
 from gainstage.transforms.retrace import IS_KEPT
-from gainstage.transforms.step_gradients import StateParts, compute_gradients
+from gainstage.transforms.step_gradients import StateParts, check_arguments, compute_gradients
 from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.value_and_grad import LossFunction
 
@@ -288,11 +288,12 @@ def audit(
 
     Source: Micikevicius et al., 2018, arXiv:1710.03740, for float32 as the reference.
     """
-    loss, given, limits = given_to(fun, args, scale, has_aux, using, bounds)
+    loss, given, limits = given_to("audit", fun, args, scale, has_aux, using, bounds)
     return audited(loss, given, limits)[0]
 
 
 def given_to(
+    caller: str,
     fun: Callable[..., Any],
     args: Sequence[PyTree],
     scale: Scalar | None,
@@ -301,7 +302,7 @@ def given_to(
     bounds: Sequence[float],
 ) -> tuple[LossFunction, "Given", "Bounds"]:
     """The loss, its arguments and the bounds, from the arguments of `audit` or `mend`."""
-    check_cast("fun", fun, "gs.audit(gs.autocast(fun), ...)")
+    check_cast("fun", fun, f"gs.{caller}(gs.autocast(fun), ...)")
     state = args[0] if args and isinstance(args[0], TrainState) else None
     if state is not None:
         scale = state.loss_scale if scale is None else scale
@@ -309,14 +310,17 @@ def given_to(
         scale = 1.0
     if scale is None or not args:
         raise TypeError(
-            "Expected a TrainState, or parameters and a scale; got neither. Write gainstage.audit("
-            "fun, state, *batch), or gainstage.audit(fun, params, *batch, scale=scale)."
+            "Expected a TrainState, or parameters and a scale; got neither. Write "
+            f"gainstage.{caller}(fun, state, *batch), or gainstage.{caller}(fun, params, *batch, "
+            f"scale=scale)."
         )
     if not isinstance(scale, jax.Array):
         scale = checks.loss_scale("scale", scale)
     limits = checked_bounds("bounds", bounds)
     params, extra = (args[0], None) if state is None else (state.params, state.extra)
     loss = LossFunction(fun, checks.flag("has_aux", has_aux), using)
+    if extra is None:
+        check_arguments(loss, (params, *args[1:]), call=f"gainstage.{caller}(fun, state")
     step = None if state is None else state.step
     return loss, Given(params, extra, tuple(args[1:]), scale, step), limits
 

@@ -138,7 +138,7 @@ def mend(
     Source: shares of rounding errors that add up, as in precision tuning (Rubio-Gonzalez et al.,
     2013), with a prediction instead of a search.
     """
-    loss, given, limits = given_to(fun, args, scale, has_aux, using, bounds)
+    loss, given, limits = given_to("mend", fun, args, scale, has_aux, using, bounds)
     shows = checks.flag("progress", progress)
     before, part = audited(loss, given, limits)
     while before.overflows and before.measured.scale > given.floor:

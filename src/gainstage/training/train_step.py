@@ -257,6 +257,8 @@ class _Options(NamedTuple):
 class TrainStep(Generic[*More]):
     """The compiled step that `train_step` returns."""
 
+    is_train_step = True  # what `autocast` refuses, which is below this
+
     def __init__(self, options: _Options, audits: AuditedRun | None):
         self._options, self._audits = options, audits
         self._compiled: dict[Any, _CompiledStep] = {}  # by transformation

@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -83,7 +84,7 @@ def compute_gradients(
     # A copy: Equinox refuses a `State` that was used once.
     extra = [jax.tree.map(lambda x: x, state.extra)] if loss.has_extra else []
     arguments = (model.tree, *extra, *batch)
-    _check_arguments(loss, arguments, named or {})
+    check_arguments(loss, arguments, named or {})
     backward = loss.backward(scale, arguments, named)
     if loss.has_extra and backward.extra is None:
         raise TypeError(
@@ -118,8 +119,19 @@ def compute_gradients_beside(
     return found._replace(extra=extra._replace(beside=beside))
 
 
-def _check_arguments(loss: LossFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises a TypeError for a loss that takes other arguments than it is given."""
+def check_arguments(
+    loss: LossFunction,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    call: str = "step(state",
+) -> None:
+    """Raises a TypeError for a loss that takes other arguments than it is given.
+
+    Args:
+        loss: what is called.
+        args, kwargs: with what.
+        call: how the user called this, up to the state.
+    """
     try:
         inspect.signature(loss.fun).bind(*args, **kwargs)
     except ValueError:  # it has no signature
@@ -129,9 +141,9 @@ def _check_arguments(loss: LossFunction, args: Sequence[Any], kwargs: Mapping[st
         if len(args) == 2 + loss.has_extra and isinstance(args[-1], tuple | list | dict):
             advice = (
                 "Take a batch that is a dict as one argument, loss_fn(params, batch), or pass its "
-                "values: step(state, batch['x'], batch['y'])."
+                f"values: {call}, batch['x'], batch['y'])."
                 if isinstance(args[-1], dict)
-                else f"Unpack a batch that is a {type(args[-1]).__name__}: step(state, *batch)."
+                else f"Unpack a batch that is a {type(args[-1]).__name__}: {call}, *batch)."
             )
         elif loss.has_extra:
             advice = "Take the extra of the state as the second argument."
