@@ -163,6 +163,15 @@ def test_what_the_advice_for_a_flag_says_works():
     assert float(step(made(), X, Y)[1]) == pytest.approx(31.0**2)
 
 
+def test_bfloat16_needs_no_scale_to_be_looked_at():
+    """`audit`, `mend` and `xray` take parameters alone; the scale is 1."""
+    half = gs.autocast(loss_fn, "bfloat16")
+    w = jnp.ones((32, 16))
+    assert gs.audit(half, w, X, Y).ok
+    assert gs.mend(half, w, X, Y) is half
+    assert gs.xray(half, w, X, Y, progress=False).finite
+
+
 def test_a_state_prints_in_a_line():
     """Of a large state the sizes, and of one whose arrays were donated that they were."""
     state = made()

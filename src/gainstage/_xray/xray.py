@@ -24,6 +24,7 @@ from gainstage._xray.windows import Window, common_window, windows_of
 from gainstage.precision.autocast import plan_of
 from gainstage.runs.telemetry import ADVISE
 from gainstage.transforms.loss_scale_state import loss_scale_state
+from gainstage.transforms.retrace import half_of
 from gainstage.transforms.step_gradients import check_arguments
 from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.value_and_grad import LossFunction
@@ -65,7 +66,8 @@ def xray(
         *args: its arguments in the bad step. A skipped step does not change the parameters, so you
             still have them. A `TrainState` in the place of the parameters has the scale, and the
             `extra` if the loss takes one.
-        scale: the loss scale of the step, > 0; needed unless there is a `TrainState`. After a
+        scale: the loss scale of the step, > 0; needed unless there is a `TrainState`, or
+            `autocast` computes in bfloat16, which needs none: 1.0. After a
             skipped step a state has a lower scale already: with telemetry, the scale of the step
             is taken from that.
         argnums: the arguments to differentiate with respect to.
@@ -107,6 +109,8 @@ def xray(
         args = (state.params, *batch)
         if state.extra is not None:
             has_extra, args = True, (state.params, state.extra, *batch)
+    elif scale is None and half_of(loss_fn) == "bfloat16":
+        scale = 1.0
     if scale is None:
         raise TypeError(
             "Expected a TrainState, or a scale; got neither. Write gainstage.xray(loss_fn, state, "

@@ -26,7 +26,7 @@ from gainstage.transforms.models import (
     split,
     traced_of,
 )
-from gainstage.transforms.retrace import IS_KEPT
+from gainstage.transforms.retrace import IS_KEPT, half_of
 from gainstage.transforms.step_gradients import StateParts, check_arguments, compute_gradients
 from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.value_and_grad import LossFunction
@@ -306,7 +306,7 @@ def given_to(
     state = args[0] if args and isinstance(args[0], TrainState) else None
     if state is not None:
         scale = state.loss_scale if scale is None else scale
-    elif scale is None and getattr(fun, "is_self_scaled", False):
+    elif scale is None and (getattr(fun, "is_self_scaled", False) or half_of(fun) == "bfloat16"):
         scale = 1.0
     if scale is None or not args:
         raise TypeError(
