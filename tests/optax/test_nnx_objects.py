@@ -105,6 +105,38 @@ def test_a_skipped_step_leaves_objects_in_the_batch_as_they_were():
     assert float(others["counts"][0][...]) == 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("wrap", [nnx.jit, lambda step: step], ids=["jit", "eager"])
+def test_an_optimizer_of_nnx_keeps_statistics_of_a_skipped_step(wrap, dtype):
+    """In a loop with `nnx.Optimizer` a batch with a NaN leaves weights and running means as they
+    were, counts of random numbers go on, and the next batch changes all of them."""
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(linear(), nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+    optimizer = nnx.Optimizer(model, gs.with_loss_scale(optax.adam(0.1)), wrt=nnx.Param)
+    fun = gs.autocast(lambda model, x: jnp.mean((model(x) - 1) ** 2), dtype)
+
+    @wrap
+    def step(model, optimizer, x):
+        loss, grads = gs.value_and_grad(fun, optimizer.opt_state)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    def arrays():
+        return [np.array(x) for x in jax.tree.leaves(nnx.state(model, (nnx.Param, nnx.BatchStat)))]
+
+    def count():
+        return int(nnx.state(model, nnx.RngCount)["layers"][2]["rngs"]["count"][...])
+
+    step(model, optimizer, X)
+    before, drawn = arrays(), count()
+    assert np.isnan(step(model, optimizer, X.at[3].set(jnp.nan)))
+    for new, old in zip(arrays(), before, strict=True):
+        np.testing.assert_array_equal(new, old)
+    assert count() > drawn
+    step(model, optimizer, X)
+    assert all((new != old).any() for new, old in zip(arrays(), before, strict=True))
+
+
 @pytest.mark.parametrize("donate", [True, False])
 def test_shared_weights_stay_shared(donate):
     """`train_step` trains tied weights as plain NNX does; the model of the new state shares."""

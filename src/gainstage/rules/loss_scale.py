@@ -319,6 +319,8 @@ def as_rule(name: str, value: object, others: Collection[str] = ()) -> LossScale
 
 def _is_dtype(value: Any) -> bool:
     """Whether a value is a dtype, or the name of one."""
+    if not isinstance(value, str | type | np.dtype):
+        return False
     try:
         return bool(jnp.issubdtype(jnp.dtype(value), jnp.number))
     except TypeError:

@@ -15,11 +15,18 @@ from gainstage._base.warn import warn
 from gainstage._programs.degrees import NO_SCALE
 from gainstage._programs.true_cotangents import called_at, loss_times
 from gainstage._scaling import gradients
+from gainstage._scaling.finite_check import all_finite
 from gainstage._variables.sharding import summed_over
 from gainstage._variables.types import Aux, OptState, P, PyTree, Scalar, Using
 from gainstage.transforms.loss_scale_state import state_to_scale_by, used_scale
 from gainstage.transforms.marks import marked
-from gainstage.transforms.models import explain, has_statistics, kind_of
+from gainstage.transforms.models import (
+    Changeable,
+    apply_changes,
+    explain,
+    has_statistics,
+    kind_of,
+)
 from gainstage.transforms.needs_scale import needs_scale
 
 
@@ -78,7 +85,8 @@ def value_and_grad(
     Returns:
         A function of the arguments of `fun` that returns `(loss, grads)`, or
         `((loss, aux), grads)`. Loss and gradients are unscaled, in float32 or wider. A gradient
-        that overflowed is not finite.
+        that overflowed is not finite. Then a model of Flax NNX keeps the running means that it
+        had, as `train_step` keeps them; its counts of random numbers go on.
 
     Raises:
         TypeError: `fun` does not return a scalar, or has a `loss_scale` of its own.
@@ -92,11 +100,26 @@ def value_and_grad(
 
     def true(*args: Any, **kwargs: Any) -> Any:
         factor = marked(scale, "scale") if needs_scale(fun, args, kwargs) else None
-        found = loss_fn.backward(factor, args, kwargs, argnums)
+        objects = Changeable((args, kwargs))
+        own_args, own_kwargs = objects.tree
+        found = loss_fn.backward(factor, own_args, own_kwargs, argnums)
         found.tell_if_unused()
+        if changes := objects.changes():
+            kept = jax.tree.map(
+                functools.partial(_if_finite, all_finite(found.grads)),
+                changes,
+                objects.before(changes),
+            )
+            apply_changes((args, kwargs), kept)
         return ((found.loss, found.aux) if has_aux else found.loss), found.true_grads(factor)
 
     return true
+
+
+def _if_finite(is_finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """A statistic that the loss has changed, or the earlier one if a gradient is not finite; a
+    count or a key goes on."""
+    return jnp.where(is_finite, new, old) if jnp.issubdtype(new.dtype, jnp.inexact) else new
 
 
 def loss_function(
