@@ -106,7 +106,7 @@ def value_and_grad(
         found.tell_if_unused()
         if changes := objects.changes():
             kept = jax.tree.map(
-                functools.partial(_if_finite, all_finite(found.grads)),
+                functools.partial(_kept_if_finite, all_finite(found.grads)),
                 changes,
                 objects.before(changes),
             )
@@ -116,7 +116,7 @@ def value_and_grad(
     return true
 
 
-def _if_finite(is_finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+def _kept_if_finite(is_finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """A statistic that the loss has changed, or the earlier one if a gradient is not finite; a
     count or a key goes on."""
     return jnp.where(is_finite, new, old) if jnp.issubdtype(new.dtype, jnp.inexact) else new
