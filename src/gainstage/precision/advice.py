@@ -288,8 +288,8 @@ def advise(
     - "lost to 0": the share of the gradient's elements that became 0.
     - "scale": the largest of `2**24`, `2**21`, `2**18` ... at which all gradients are finite.
     - "kept": what the forward pass keeps for the backward pass.
-    - "products": the share of the products' arithmetic in each dtype. In the row of float8 those
-      are in it that `gainstage.autocast(fun, "float8")` puts there; there is none if none is.
+    - "products": the share of the products' arithmetic in each dtype. The row of float8 is
+      that of `gainstage.autocast(fun, "float8")`, and is missing if no product is in float8.
     - the card: the time of all products of a step, from their sizes and the card's rates. On an
       H100 or A100, products of float32 are timed as TF32, which is how JAX multiplies them there.
 

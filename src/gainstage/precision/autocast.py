@@ -89,10 +89,10 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
     - The parameters, the leaves of the first argument and of models, may be rounded where they meet
       half precision, as a bias does. Other arguments are rounded only for products.
     - Functions with their own derivatives (`jax.custom_vjp`, `jax.custom_jvp`), callbacks and
-      Pallas kernels are computed in the dtypes that they were written in, but for cheap ones such
-      as `jax.nn.relu`. `half_only` gives them half precision. A backward pass of yours gets true
-      cotangents where the loss is scaled by `train_step`, `value_and_grad`, an optimizer or a
-      `loss_scale` here, unless it computes in float16, which needs the scale.
+      Pallas kernels are computed in the dtypes that they were written in. Cheap ones, such as
+      `jax.nn.relu`, follow their operands. `half_only` gives them half precision. A backward pass
+      of yours gets true cotangents where the loss is scaled by `train_step`, `value_and_grad`, an
+      optimizer or a `loss_scale` here, unless it computes in float16, which needs the scale.
     - What a call changes, a model of Flax NNX or a `gainstage.optimizers.Variable`, is changed as
       without it.
     - `keep_float32` keeps operations in float32.

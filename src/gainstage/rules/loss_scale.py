@@ -163,11 +163,11 @@ class DynamicLossScale(LossScale):
     A state with a scale out of bounds, such as a loaded one, is back within them after a step.
 
     Args:
-        initial_loss_scale: the first scale, > 0 and at most `max_scale`. One below a `min_scale`
-            that is given stays until the first decrease, which raises it to `min_scale`.
+        initial_loss_scale: the first scale, > 0 and at most `max_scale`. If it
+            is below a `min_scale` that you pass, the first decrease raises it to `min_scale`.
         increment_period: finite steps in a row before the scale is raised, an integer >= 1.
-        multiplier: the factor of an increase, > 0. Below 1, growth lowers the scale and overflow
-            raises it.
+        multiplier: the factor of an increase, > 0. With one below 1 good steps lower the scale,
+            and an overflow raises it.
         backoff_factor: the factor of a decrease, between 0 and 1. None means 1 / `multiplier`, so
             a `multiplier` of 1 keeps the scale constant.
         min_scale: the lowest scale, >= `2**-126`; by default 1, or the first scale if that is

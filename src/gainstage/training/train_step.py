@@ -156,19 +156,20 @@ def train_step(
             step is interrupted before its results are assigned, they are lost: restart from a
             checkpoint.
         retries: whether a step with a non-finite gradient is taken again with the same batch, at
-            the scale that the rule has lowered: True until it fits, or the rule lowers the scale no
-            more; an integer >= 0 is the largest number of tries, for where a step must not take
-            long. There is no retry if the loss is not finite, or the rule keeps its scale. If none
-            is applied, the scale is that after one skipped step. The telemetry counts
-            `retried_steps`. No copy of parameters or batch is made for it. With retries, the host
-            reads one bit at each step on a GPU.
-        microbatches: an integer >= 1 that divides the leading axis of the batch: so many parts are
-            computed one after the other, with the memory of one, for one check and one update. Part
-            `i` has the examples `i`, `i + microbatches` and so on, so each device keeps its own.
-            The loss and its gradients are means over the parts, in float32. What a part changes of
-            `extra`, of an NNX model or of a model in the batch is what the next one starts from.
-            Scalars and models of the batch go to each part whole; a typed key is split. Aux has a
-            leading axis of the parts. Audits compare the first part.
+            the scale that the rule has lowered: True repeats it until it fits, or until the rule
+            does not lower the scale any more; an integer >= 0 is the largest number of tries, if a
+            step must not take long. There is no retry if the loss is not finite, or the rule keeps
+            its scale. If none is applied, the scale is that after one skipped step. The telemetry
+            counts `retried_steps`. No copy of parameters or batch is made for it. With retries, the
+            host reads one bit at each step on a GPU.
+        microbatches: in how many parts the batch is computed, an integer >= 1 that divides its
+            leading axis. They are computed one after the other, in the memory of one part, and
+            followed by one check and one update. Part `i` has the examples `i`, `i + microbatches`
+            and so on, so each device keeps its own. The loss and its gradients are means over the
+            parts, in float32. What a part changes of `extra`, of an NNX model or of a model in the
+            batch is what the next one starts from. Scalars and models of the batch go to each part
+            whole; a typed key is split. Aux has a leading axis of the parts. Audits compare the
+            first part.
         weight: a function `(*part)` of a microbatch that returns what it counts in the mean, such
             as its number of tokens, a scalar >= 0; None for parts that count alike. A part of
             weight 0 counts nothing and changes nothing, even if its loss is NaN. A batch of which

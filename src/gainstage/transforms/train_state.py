@@ -127,8 +127,9 @@ class TrainState(Generic[Params]):
             loss_scale, telemetry, underflow_every, shard_state_over: as for `with_loss_scale`.
 
         Raises:
-            TypeError: `tx` is not a transformation, or one of the gradients of each example; or a
-                leaf of `params` or `extra` is no array.
+            TypeError: `tx` is not a transformation, or needs the gradient of each example, as
+                those of `optax.contrib` for private training do; or a leaf of `params` or `extra`
+                is no array.
             ValueError: `tx` has a loss scale, and `loss_scale` or another of its arguments is
                 given too.
         """
@@ -312,9 +313,9 @@ class TrainState(Generic[Params]):
         Returns:
             A function of the batch that returns `(loss, extra, grads)`, or `(loss, extra, grads,
             aux)`. Give `extra` to `apply_gradients`: it is what the loss has changed, also of an
-            NNX model. The model of the state itself is not changed. Nor are the means of a model in
-            the batch, until `apply_gradients` gets this `extra` in the same compiled function and
-            applies the step; random states in the batch go on at once.
+            NNX model. The model of the state itself is not changed. The running means of a model
+            in the batch change when `apply_gradients` gets this `extra`, in the same compiled
+            function, and applies the step. Random states in the batch advance at once.
 
         Raises:
             TypeError: from the call, `loss_fn` returns something else.
@@ -354,8 +355,9 @@ class TrainState(Generic[Params]):
             extra: what `value_and_grad` has returned beside them; needed where it is not None.
             loss: the true loss, for rules and transformations that measure it.
             apply_if: a bool scalar. False skips the step, as for two states that are to be skipped
-                together, or gradients that are too large. The loss scale moves by the gradients
-                alone, and telemetry counts such a step in `skipped_steps`, and not as an overflow.
+                together, or gradients that are too large. The loss scale still
+                reacts to these gradients. Telemetry counts such a step as skipped, and not as an
+                overflow.
             **asked_for: what else the transformation asks for, such as `value_fn=lambda params:
                 loss_fn(params, *batch)` for the line search of `optax.lbfgs`. A `value_fn` is
                 differentiated with the loss scale, and a step whose update is not finite skipped.
