@@ -46,24 +46,20 @@ class Sizes(NamedTuple):
         return f"width {self.width}, {self.blocks} blocks, {self.batch} x {self.length} tokens"
 
 
-# ── JAX ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def parameters(sizes: Sizes) -> dict[str, Any]:
-    """The first weights, in float32."""
-    import jax.numpy as jnp
+def first_weights(sizes: Sizes) -> dict[str, Any]:
+    """The weights that both libraries begin with, in float32 of numpy."""
     import numpy as np
 
     rng, width = np.random.default_rng(0), sizes.width
 
     def dense(inputs: int, outputs: int) -> Any:
-        return jnp.asarray(rng.standard_normal((inputs, outputs), np.float32) / math.sqrt(inputs))
+        return rng.standard_normal((inputs, outputs), np.float32) / np.float32(math.sqrt(inputs))
 
     def norm() -> dict[str, Any]:
-        return {"scale": jnp.ones(width), "shift": jnp.zeros(width)}
+        return {"scale": np.ones(width, np.float32), "shift": np.zeros(width, np.float32)}
 
     def layer(inputs: int, outputs: int) -> dict[str, Any]:
-        return {"kernel": dense(inputs, outputs), "bias": jnp.zeros(outputs)}
+        return {"kernel": dense(inputs, outputs), "bias": np.zeros(outputs, np.float32)}
 
     blocks = [
         {
@@ -80,13 +76,31 @@ def parameters(sizes: Sizes) -> dict[str, Any]:
     return {"letters": letters, "places": places, "blocks": blocks, "norm": norm(), "head": head}
 
 
-def tokens(sizes: Sizes) -> Any:
-    """A batch: each place predicts the next."""
-    import jax.numpy as jnp
+def first_tokens(sizes: Sizes) -> Any:
+    """The batch of both: each place predicts the next."""
     import numpy as np
 
     shape = (sizes.batch, sizes.length + 1)
-    return jnp.asarray(np.random.default_rng(1).integers(sizes.letters, size=shape))
+    return np.random.default_rng(1).integers(sizes.letters, size=shape)
+
+
+# ── JAX ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def parameters(sizes: Sizes) -> dict[str, Any]:
+    """The first weights."""
+    import jax
+    import jax.numpy as jnp
+
+    found: dict[str, Any] = jax.tree.map(jnp.asarray, first_weights(sizes))
+    return found
+
+
+def tokens(sizes: Sizes) -> Any:
+    """The batch."""
+    import jax.numpy as jnp
+
+    return jnp.asarray(first_tokens(sizes))
 
 
 def loss(
@@ -181,7 +195,7 @@ def torch_variant(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     model = torch_model(sizes).to(device)
-    ids = torch.randint(sizes.letters, (sizes.batch, sizes.length + 1), device=device)
+    ids = torch.from_numpy(first_tokens(sizes)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=DECAY, fused=on_gpu)
     scaler = torch.amp.GradScaler(device, enabled=dtype is torch.float16)
     compiled = torch.compile(model) if on_gpu else model
@@ -206,8 +220,9 @@ def torch_variant(
             torch.cuda.synchronize()
         return (time.perf_counter() - start) / calls
 
-    compile_s = sample(1)
-    first = step().item()
+    start = time.perf_counter()
+    first = step().item()  # the loss of the first step, as in JAX
+    compile_s = time.perf_counter() - start
     seconds = [sample(1) for _ in range(3)][-1]
     calls = math.ceil(shortest / seconds) or 1
     ms = [1e3 * sample(calls) for _ in range(rounds)]
@@ -256,7 +271,28 @@ def torch_model(sizes: Sizes) -> Any:
             places = torch.arange(ids.shape[1], device=ids.device)
             return self.head(self.norm(self.blocks(self.letters(ids) + self.places(places))))
 
-    return Decoder()
+    model = Decoder()
+    model.load_state_dict(torch_weights(sizes))
+    return model
+
+
+def torch_weights(sizes: Sizes) -> dict[str, Any]:
+    """The first weights by the names of PyTorch's model, whose kernels are (outputs, inputs)."""
+    import torch
+
+    def of(prefix: str, own: dict[str, Any]) -> dict[str, Any]:
+        names = {"kernel": "weight", "scale": "weight", "shift": "bias", "bias": "bias"}
+        return {f"{prefix}.{names[name]}": x.T if x.ndim == 2 else x for name, x in own.items()}
+
+    first = first_weights(sizes)
+    found = {"letters.weight": first["letters"], "places.weight": first["places"]}
+    found |= {**of("norm", first["norm"]), "head.weight": first["head"].T}
+    for number, block in enumerate(first["blocks"]):
+        own = {name: block[name] for name in ("qkv", "out", "up", "down")}
+        own["first"], own["second"] = block["norms"]
+        for name, layer in own.items():
+            found |= of(f"blocks.{number}.{name}", layer)
+    return {name: torch.from_numpy(x.copy()) for name, x in found.items()}
 
 
 if __name__ == "__main__":

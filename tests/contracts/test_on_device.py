@@ -1,5 +1,6 @@
 """The command that measures on a GPU: what it keeps, when it stops, and where it runs."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -135,6 +136,18 @@ def test_the_language_model_beside_torch(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     missing = on_device.run_torch(sizes, [name], options)["missing"]
     assert missing == {name: "PyTorch is not installed"}
+
+
+def test_both_libraries_begin_with_the_same_weights():
+    """The first loss in float32 is the same in PyTorch and in JAX."""
+    torch = pytest.importorskip("torch")
+    sizes = language_model.Sizes(64, 2, 2, 16, 32)
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    params, ids = language_model.parameters(sizes), language_model.tokens(sizes)
+    places = torch.from_numpy(language_model.first_tokens(sizes))
+    scores = language_model.torch_model(sizes)(places[:, :-1]).flatten(0, 1)
+    found = torch.nn.functional.cross_entropy(scores, places[:, 1:].flatten()).item()
+    assert found == pytest.approx(float(language_model.loss(sizes, attend, params, ids)), rel=1e-5)
 
 
 def parts(monkeypatch, **measures):
