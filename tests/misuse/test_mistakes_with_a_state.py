@@ -54,6 +54,13 @@ def statistics_as_a_loss():
     gs.train_step(loss)(gs.TrainState.create(model, optax.adam(0.1)), statistics, X, Y)
 
 
+def filtered_model():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(32, 16, 8, 1, key=jax.random.key(0))
+    state = gs.TrainState.create(eqx.filter(model, eqx.is_array), optax.adam(0.1))
+    gs.train_step(lambda model, x: jnp.mean(jax.vmap(model)(x)))(state, X)
+
+
 def of_keras():
     keras = pytest.importorskip("keras")
     return keras.Sequential([keras.layers.Dense(16)])
@@ -139,6 +146,12 @@ MISTAKES = {
     ),
     "a kernel of cuDNN on a CPU": (
         lambda: gs.autocast(on_cudnn)(jnp.ones((1, 8, 1, 64))), "take the kernel only where",
+    ),
+    "an option that is spelt in another way": (
+        lambda: gs.train_step(loss_fn, micro_batches=4), r"Did you mean microbatches=\?",
+    ),
+    "an Equinox model without its functions": (
+        lambda: filtered_model(), r"Pass the model itself to gainstage\.TrainState\.create",
     ),
     "a flag in the batch": (
         lambda: gs.train_step(gs.autocast(chosen))(made(), X, Y, True),

@@ -1,12 +1,13 @@
 """Checks of arguments, with errors of the form "Expected <what>; got <value>."."""
 
 import contextlib
+import difflib
 import functools
 import inspect
 import math
 import numbers
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, SupportsFloat, TypeVar, cast
 
 import jax
@@ -57,12 +58,21 @@ def explains(advice: str) -> Callable[[Function], Function]:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                raise TypeError(f"{fun.__qualname__}: {error}. {advice}") from None
+                near = _near_names(set(kwargs) - set(signature.parameters), signature.parameters)
+                raise TypeError(f"{fun.__qualname__}: {error}. {near}{advice}") from None
             return fun(*args, **kwargs)
 
         return cast("Function", call)
 
     return wrap
+
+
+def _near_names(others: Iterable[str], names: Iterable[str]) -> str:
+    """The names that were meant, in a sentence for an error, if there are any that are alike."""
+    for other in others:
+        if meant := difflib.get_close_matches(other, names, 1, cutoff=0.7):
+            return f"Did you mean {meant[0]}=? "
+    return ""
 
 
 def brief(value: object) -> str:

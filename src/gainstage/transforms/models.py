@@ -391,7 +391,8 @@ def only_integers(changes: PyTree) -> PyTree:
 
 
 def explain(error: Exception) -> None:
-    """Raises a clearer error if a function changed an object that it closes over."""
+    """Raises a clearer error if a function changed an object that it closes over, or notes what a
+    model without its functions is."""
     if type(error).__name__ == "TraceContextError":  # of Flax
         raise ValueError(
             "Expected a function that changes NNX objects in its arguments only, such as the "
@@ -399,6 +400,11 @@ def explain(error: Exception) -> None:
             "it closes over. Pass that object as an argument. If `nnx.merge` made it, write "
             "nnx.merge(..., copy=True)."
         ) from error
+    if isinstance(error, TypeError) and str(error) == "'NoneType' object is not callable":
+        error.add_note(
+            "If equinox.filter has made this model, its functions are None. Pass the model itself "
+            "to gainstage.TrainState.create(model, tx): its floating arrays are what is trained."
+        )
 
 
 def nodes_in(tree: PyTree) -> list[Any]:
