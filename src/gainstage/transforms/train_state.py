@@ -178,7 +178,8 @@ class TrainState(Generic[Params]):
     @property
     def loss_scale(self) -> jax.Array:
         """The loss scale as the last step left it, a float32 scalar. It is 1.0 after a step without
-        float16 and float8, which needs none."""
+        float16 and float8, which needs none. Before the first step, of which nothing is known yet,
+        it is the first scale of the rule."""
         return used_scale(self.opt_state)
 
     @property
