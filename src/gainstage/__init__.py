@@ -5,7 +5,7 @@ Who owns the step?
     you                              TrainState, train_step
     you, and gradients pass          TrainState; or, in a chain of optax, with_loss_scale,
       through your hands               value_and_grad and the module `transforms`
-    a trainer that differentiates    autocast with `loss_scale`, with_loss_scale
+    a trainer that differentiates    autocast with `loss_scale`, skip_nonfinite
     an optimizer, as in Keras        the module `optimizers`
     Keras's `fit`                    interop.keras.compile
 
@@ -35,7 +35,7 @@ from gainstage.training.train_step import train_step
 from gainstage.transforms.lint import lint
 from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.value_and_grad import value_and_grad
-from gainstage.transforms.with_loss_scale import with_loss_scale
+from gainstage.transforms.with_loss_scale import skip_nonfinite, with_loss_scale
 
 _LAZY = ("compat", "diagnostics", "distributed", "interop")  # imported when they are first used
 _WITH_NAMES = ("transforms", "optimizers", "precision", "diagnostics", "distributed", "typing")
@@ -90,6 +90,7 @@ __all__ = [
     "optimizers",
     "precision",
     "save",
+    "skip_nonfinite",
     "train_step",
     "transforms",
     "typing",

@@ -79,7 +79,7 @@ def _remedy(tree: PyTree, found: Sequence[LossScaleState]) -> str:
         return "It has no state of optax: are the arguments in another order?"
     return (
         "Wrap the transformation: tx = gainstage.with_loss_scale(tx); for steps without loss "
-        "scaling, with_loss_scale(tx, loss_scale=None)."
+        "scaling, skip_nonfinite(tx)."
     )
 
 

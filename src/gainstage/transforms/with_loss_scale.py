@@ -160,6 +160,43 @@ def with_loss_scale(
     return transformation.as_optax()
 
 
+def skip_nonfinite(
+    tx: Transformation, telemetry: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """An optax transformation that skips steps whose gradients are not finite, and scales nothing.
+
+    It is `with_loss_scale(tx, loss_scale=None)`, for a loss that needs no scale from outside: one
+    in bfloat16 or float32, or one that `gainstage.autocast(loss_fn, dtype, loss_scale=...)` has
+    made for a trainer. Any `jax.grad` will do. A skipped step leaves the state of `tx` bit for bit
+    as it was, and its updates are -0.0. Wrap the whole chain: `skip_nonfinite(optax.chain(...))`.
+
+    Args:
+        tx: a transformation of optax.
+        telemetry: as for `with_loss_scale`.
+
+    Returns:
+        A transformation to use instead of `tx`.
+
+    Raises:
+        TypeError: `tx` is not a transformation, or `telemetry` not a bool.
+        ValueError: from `init`, if `tx` contains another one of these.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> import jax.numpy as jnp, optax
+        >>> tx = gs.skip_nonfinite(optax.sgd(0.5))
+        >>> state = tx.init(jnp.ones(2))
+        >>> for grads in (jnp.array([1.0, jnp.nan]), jnp.array([1.0, 2.0])):
+        ...     updates, state = tx.update(grads, state)
+        ...     print(updates)
+        [-0. -0.]
+        [-0.5 -1. ]
+
+    Source: `optax.apply_if_finite`, which applies the step after some that it has skipped.
+    """
+    return with_loss_scale(tx, None, telemetry)
+
+
 class ScaledTransformation:
     """A transformation with a loss scale around it: the `init` and `update` of `with_loss_scale`.
 
