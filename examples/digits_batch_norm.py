@@ -41,8 +41,9 @@ def train(dtype, seed):
     for n, (x, y) in enumerate(digits.batches(seed)):
         state, loss = step(state, np.full_like(x, np.nan) if n == BAD else x, y)
         losses.append(loss)
-    state.params.eval()  # predicts with the running means
-    right = digits.accuracy(state.params(digits.TEST[0]))
+    model = nnx.clone(state.params)
+    model.eval()  # predicts with the running means; the state itself stays as it trains
+    right = digits.accuracy(model(digits.TEST[0]))
     losses = [float(loss) for loss in jax.device_get(losses) if np.isfinite(loss)]
     return losses, right, int(state.info.skipped_steps)
 
