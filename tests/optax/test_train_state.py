@@ -580,7 +580,8 @@ def test_of_batches_of_two_kinds_the_right_array_is_named(first, threads):
     def run_all():
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             jax.block_until_ready(list(pool.map(run, range(threads))))
-        run(0)
+        for _ in range(3):  # no step waits for the numbers of an earlier one: a later one tells
+            jax.block_until_ready(run(0))
 
     with pytest.warns(UserWarning, match="beside its value") as told:
         run_all()
