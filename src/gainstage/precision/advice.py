@@ -549,17 +549,14 @@ def _recommended(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _reason(advice: Advice) -> str:
-    """Why a precision is recommended, with what the others row."""
+    """Why a precision is recommended, with what the others cost."""
     best, exact = advice.recommended, advice.candidates[0]
     refused = [
         f"{row.name} ({percent(row.accuracy.noise)} noise, {percent(row.accuracy.bias)} bias)"
         for row in advice.candidates
         if not row.accuracy.fits(MAX_NOISE, MAX_BIAS)
     ]
-    noise, bias = (
-        percent(best.accuracy.noise),
-        percent(best.accuracy.bias),
-    )  # which are the ones tested
+    noise, bias = map(percent, best.accuracy[:2])  # which are the ones tested
     why = f"noise {noise} and bias {bias} are within 1 % and 2 %"
     if best.dtype == "float32":
         why = "no other precision is within 1 % noise and 2 % bias, or none is faster"

@@ -113,7 +113,7 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
     - What a call changes, such as the running means of an NNX model, is changed by the last try.
     - Inside `jax.shard_map` and `jax.pmap` all devices try again together, or none does.
     - A non-finite loss is not computed again, as it does not depend on the scale. Keep
-      `gainstage.with_loss_scale` or `optax.apply_if_finite` around the optimizer, if that may
+      `gainstage.skip_nonfinite` around the optimizer, if that may
       happen.
 
     Args:
