@@ -113,8 +113,7 @@ def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | Non
     - What a call changes, such as the running means of an NNX model, is changed by the last try.
     - Inside `jax.shard_map` and `jax.pmap` all devices try again together, or none does.
     - A non-finite loss is not computed again, as it does not depend on the scale. Keep
-      `gainstage.skip_nonfinite` around the optimizer, if that may
-      happen.
+      `gainstage.skip_nonfinite` around the optimizer, if that may happen.
 
     Args:
         fun: a function of pytrees or models, such as a loss; without it, a decorator is returned.

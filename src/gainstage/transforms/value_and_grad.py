@@ -26,8 +26,10 @@ from gainstage.transforms.models import (
     explain,
     has_statistics,
     kind_of,
+    only_integers,
 )
 from gainstage.transforms.needs_scale import needs_scale
+from gainstage.transforms.updates import selected
 
 
 @overload
@@ -105,21 +107,12 @@ def value_and_grad(
         found = loss_fn.backward(factor, own_args, own_kwargs, argnums)
         found.tell_if_unused()
         if changes := objects.changes():
-            kept = jax.tree.map(
-                functools.partial(_kept_if_finite, all_finite(found.grads)),
-                changes,
-                objects.before(changes),
-            )
+            kept = selected(changes, objects.before(changes), all_finite(found.grads))
             apply_changes((args, kwargs), kept)
+            apply_changes((args, kwargs), only_integers(changes))  # random numbers go on
         return ((found.loss, found.aux) if has_aux else found.loss), found.true_grads(factor)
 
     return true
-
-
-def _kept_if_finite(is_finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """A statistic that the loss has changed, or the earlier one if a gradient is not finite; a
-    count or a key goes on."""
-    return jnp.where(is_finite, new, old) if jnp.issubdtype(new.dtype, jnp.inexact) else new
 
 
 def loss_function(
