@@ -250,19 +250,79 @@ def in_a_loop(dtype):
     return loss_fn
 
 
-@pytest.mark.parametrize("make", [small_in_backward, in_a_loop])
+def small_in_derivative(dtype):
+    """A loss in float32 whose own derivative alone computes in another dtype."""
+
+    @jax.custom_jvp
+    def part(x):
+        return x
+
+    part.defjvp(lambda xs, ts: (xs[0], ts[0].astype(dtype).astype(jnp.float32)))
+    return lambda w, x: squares(part(w), x)
+
+
+def computed_again(dtype):
+    """A loss whose own backward pass is inside of a checkpoint that is compiled."""
+    return jax.jit(jax.checkpoint(small_in_backward(dtype)))
+
+
+@pytest.mark.parametrize(
+    "make", [small_in_backward, small_in_derivative, computed_again, in_a_loop]
+)
 @pytest.mark.parametrize(
     ("dtype", "scale"),
     [(jnp.float16, 2.0**15), (jnp.float8_e5m2, 2.0**15), (jnp.bfloat16, 1.0), (jnp.float32, 1.0)],
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_one_operation_in_float16_or_float8_is_enough(make, dtype, scale):
-    """Inside of a loop, or in a backward pass that is written by hand, it is found too."""
+    """Inside of a loop, or in a derivative that is written by hand, it is found too."""
     state = gs.TrainState.create(jnp.full((32, 16), 0.1), optax.sgd(0.01))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         state, _ = gs.train_step(make(dtype))(state, X)
     assert float(state.loss_scale) == scale
+
+
+def test_a_part_of_the_batch_in_float16_is_enough():
+    """With microbatches too, and an array in float16 that the loss does not use is no reason."""
+    state = gs.TrainState.create(jnp.full((32, 16), 0.1), optax.sgd(0.01))
+    step = gs.train_step(lambda w, x, y: jnp.mean((x @ w) ** 2), microbatches=2, donate=False)
+    assert float(step(state, X, X.astype(jnp.float16))[0].loss_scale) == 1.0
+    assert float(step(state, X.astype(jnp.float16), X)[0].loss_scale) == 2.0**15
+
+
+def own_step(state, loss_fn):
+    """A step of halves that the user compiles."""
+
+    def step(state, x):
+        loss, extra, grads = state.value_and_grad(loss_fn)(x)
+        return state.apply_gradients(grads, extra, loss=loss)
+
+    return jax.jit(step)
+
+
+def optax_loop(state, loss_fn):
+    """The gradients of an optax loop."""
+    return jax.jit(lambda state, x: gs.value_and_grad(loss_fn, state.opt_state)(state.params, x))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda _, loss_fn: gs.train_step(loss_fn), own_step, optax_loop],
+    ids=["train_step", "own step", "optax loop"],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_loss_is_traced_once(make, dtype):
+    """Whether it needs a scale is read from the trace that its gradient takes anyway."""
+    traces = []
+
+    def loss_fn(w, x):
+        traces.append(1)
+        return squares(w, x)
+
+    cast = loss_fn if dtype == "float32" else gs.autocast(loss_fn, dtype)
+    state = gs.TrainState.create(jnp.zeros((32, 16)), optax.sgd(0.01))
+    make(state, cast).lower(state, X)
+    assert len(traces) == 1
 
 
 @pytest.mark.parametrize("loss_scale", ["dynamic", 2.0**10, gs.AdaptiveLossScale(2.0**10), None])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,6 +18,7 @@ import numpy as np
 # `source_info_util`: the user's source line of an
 # equation, and a context that hands it on. `ad`, `batching`: whether a value is differentiated.
 from jax._src import core, dtypes, linear_util, source_info_util
+from jax._src.ad_util import Zero
 from jax._src.interpreters.ad import JVPTrace, JVPTracer, LinearizeTrace, LinearizeTracer
 from jax._src.interpreters.batching import BatchTrace, BatchTracer
 
@@ -78,6 +80,7 @@ __all__ = [
     "trace_ctx",
     "trace_of",
     "user_frames",
+    "values_in",
     "with_layout_constraint",
 ]
 
@@ -128,6 +131,21 @@ def computed_by(values: Iterable[Any], known: Iterable[Any]) -> tuple[list[Any],
             equations[id(equation)] = equation
             todo.extend(equation.in_tracers)
     return list(equations.values()), inputs
+
+
+def values_in(tree: Any) -> list[Any]:
+    """The values in the program that is traced now of the arrays in a pytree, without what
+    differentiates them or gives them another axis, and the values of their derivatives."""
+    todo, found = jax.tree.leaves(tree), list[Any]()
+    while todo:
+        x = todo.pop()
+        if isinstance(x, BatchTracer):
+            todo.append(x.val)
+        elif isinstance(x, (JVPTracer, LinearizeTracer)):
+            todo += x.primal, x.tangent
+        elif not isinstance(x, Zero):
+            found.append(x)
+    return found
 
 
 def is_written_zero(x: Any) -> bool:

@@ -50,7 +50,7 @@ def program_of(loss: LossFunction, args: Sequence[Any], argnums: int | Sequence[
     arrays = [x if is_key(x) else jnp.asarray(x) for x in arrays]
 
     def step(scale: jax.Array, arrays: list[jax.Array]) -> tuple[jax.Array, PyTree]:
-        backward = loss.backward(scale, static.combine(arrays), argnums=argnums)
+        backward = loss.backward_at(scale, static.combine(arrays), argnums=argnums)
         return backward.loss, backward.grads
 
     jaxpr, (_, shapes) = jax.make_jaxpr(step, return_shape=True)(jnp.float32(1), arrays)

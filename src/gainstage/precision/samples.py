@@ -129,7 +129,7 @@ class Samples:
     ) -> list[jax.Array]:
         """The loss and the gradients of a function at a loss scale, in float32."""
         args = self.args(arrays)
-        backward = self.loss._replace(fun=fun).backward(scale, args)
+        backward = self.loss._replace(fun=fun).backward_at(scale, args)
         grads = gradients.unscale(backward.grads, scale)
         leaves = jax.tree_util.tree_flatten_with_path(grads)[0]
         found = {joined(path): g for path, g in leaves if jnp.issubdtype(g.dtype, jnp.floating)}

@@ -317,7 +317,6 @@ def given_to(
     if not isinstance(scale, jax.Array):
         scale = checks.loss_scale("scale", scale)
     limits = checked_bounds("bounds", bounds)
-    params, extra = (args[0], None) if state is None else (state.params, state.extra)
     loss = LossFunction(fun, checks.flag("has_aux", has_aux), using)
     if extra is None:
         check_arguments(loss, (params, *args[1:]), call=f"gainstage.{caller}(fun, state")
@@ -467,9 +466,9 @@ def _compare(
     def side(scale: jax.Array, arrays: list[Any]) -> tuple[jax.Array, PyTree, PyTree]:
         params, extra, _ = partition.combine(arrays)
         state = StateParts(params, None, extra, None)
-        backward = compute_gradients(loss_fn, state, scale, Changeable(batch).tree)
+        backward = compute_gradients(loss_fn, state, lambda: scale, Changeable(batch).tree)
         chosen = kind_of(params).chosen(params, backward.grads)
-        return backward.loss, gradients.unscale(backward.grads, scale), chosen
+        return backward.loss, gradients.unscale(backward.grads, backward.scale), chosen
 
     # The loss as it was written: autocast changes nothing in `IS_KEPT`, at any depth of calls, and
     # no product is rounded to TF32 or bfloat16.

@@ -115,7 +115,7 @@ class _Changed(NamedTuple):
 def gradients_of_parts(
     loss: LossFunction,
     state: StateParts,
-    scale: jax.Array | None,
+    scale: Callable[[], jax.Array],
     batch: Sequence[PyTree],
     microbatches: Microbatches,
 ) -> tuple[Backward, PyTree]:
@@ -164,7 +164,8 @@ def gradients_of_parts(
     extra: Any = changed.extra
     if isinstance(found.extra, NewExtra):
         extra = NewExtra(changed.model, changed.extra)
-    return Backward(total, extra, aux, grads), changed.batch
+    used = None if found.scale is None else scale()
+    return Backward(total, extra, aux, grads, used), changed.batch
 
 
 def _sum_of_none(like: Any) -> jax.Array:

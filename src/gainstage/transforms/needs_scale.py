@@ -14,31 +14,66 @@ import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import float0
 
-from gainstage._base._jax import ClosedJaxpr, jaxpr_as_fun, trace_ctx
+from gainstage._base._jax import ClosedJaxpr, computed_by, jaxpr_as_fun, trace_ctx, values_in
 from gainstage._base.arrays import partition
 from gainstage._programs.backward_at import is_small_float
 from gainstage._programs.in_dtype import dtypes_and_names, has_small_floats
+from gainstage._programs.jaxprs import inner
 from gainstage._programs.true_cotangents import of_no_loss
 from gainstage._variables.bridge import recorded
 from gainstage.transforms.models import Changeable
 from gainstage.transforms.retrace import half_of
 
 
+def is_always_scaled(loss: Callable[..., Any]) -> bool:
+    """Whether a loss is multiplied by a scale whatever is in it: `autocast` in float16 says so.
+    Outside of a compiled function, where to look costs as much as the step, the scale does no
+    harm."""
+    return trace_ctx.is_top_level() or half_of(loss) == "float16"
+
+
+def is_small_inside(loss: Any, given: Sequence[Any]) -> bool | None:
+    """Whether something that a loss, or its derivative, is computed from is in float16 or float8,
+    by the trace in which it was computed; None where that has no answer: outside of a compiled
+    function, and for a `jax.custom_vjp`, the backward pass of which is in no trace yet.
+
+    Args:
+        loss: what a function has returned.
+        given: the `values_in` its arguments.
+    """
+    values = values_in(loss)
+    if not all(hasattr(x, "parent") for x in values):
+        return None
+    equations, inputs = computed_by(values, given)
+    dtypes, names = {getattr(x, "dtype", None) for x in (*values, *inputs)}, set[str]()
+    for equation in equations:
+        names.add(equation.primitive.name)
+        dtypes |= {getattr(x, "dtype", None) for x in equation.in_tracers}
+        for part in inner(equation):
+            more, others = dtypes_and_names(part)
+            dtypes |= more
+            names |= others
+    if any(map(is_small_float, dtypes)):
+        return True
+    return (
+        None
+        if any(word in name for name in names for word in ("custom_vjp", "custom_lin"))
+        else False
+    )
+
+
 def needs_scale(
     loss: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> bool:
-    """Whether a loss is to be multiplied by a scale: whether something in it is in float16 or
-    float8.
-
-    `autocast` in one of them says so. Any other loss is traced, once more than without this, and
-    its program is read; nothing of it is computed or changed. Outside of a compiled function, where
-    that would cost as much as the step, the answer is True: the scale then does no harm.
+    """Whether a loss is to be multiplied by a scale: `autocast` in float16 says so, and for any
+    other loss a trace of its own, in which something may be in float16 or float8. Nothing of it is
+    computed or changed.
 
     Args:
         loss: a function of arrays and models.
         args, kwargs: its arguments.
     """
-    if trace_ctx.is_top_level() or half_of(loss) == "float16":
+    if half_of(loss) == "float16":
         return True
     given = tuple(args), dict(kwargs or {})
     arrays, static = partition(given)

@@ -34,7 +34,7 @@ from gainstage.transforms.models import (
 )
 from gainstage.transforms.optax_checks import MissingArgumentError
 from gainstage.transforms.retrace import IS_KEPT
-from gainstage.transforms.step_gradients import NewExtra, StateParts, scales
+from gainstage.transforms.step_gradients import NewExtra, StateParts
 from gainstage.transforms.updates import selected, updated
 from gainstage.transforms.value_and_grad import Backward, LossFunction
 
@@ -150,12 +150,9 @@ class Step(NamedTuple):
             shardings: a `NamedSharding` for each array of the model; none if they have none.
         """
         state = _state_of(partition, arrays)
-        parts = self.microbatches
-        part = None if parts.count == 1 else functools.partial(parts.part, number=0)
-        is_scaled = scales(self.loss, state, batch, part=part)
-        attempt = functools.partial(self._try, batch=batch, shardings=shardings, scales=is_scaled)
+        attempt = functools.partial(self._try, batch=batch, shardings=shardings)
         first = attempt(partition, state)
-        if not (self.retries and is_scaled):
+        if not (self.retries and first.outcome.is_scaled):
             return first
 
         def tried(taken: Taken, before: OptState) -> Attempt:
@@ -179,15 +176,15 @@ class Step(NamedTuple):
         state: StateParts,
         batch: Sequence[PyTree],
         shardings: Sequence[Any],
-        scales: bool,
     ) -> Taken:
-        """A step without retries, of a loss that is multiplied by the loss scale or not."""
+        """A step without retries."""
         opt_state = state.opt_state
-        scaling = state_to_scale_by(opt_state)
-        scale = scaling.rule_state.scale if scales else None
-        backward, changes = gradients_of_parts(self.loss, state, scale, batch, self.microbatches)
+        current = state_to_scale_by(opt_state).rule_state.scale
+        backward, changes = gradients_of_parts(
+            self.loss, state, lambda: current, batch, self.microbatches
+        )
         backward.tell_if_unused()
-        grads, options = backward.grads, dict[str, Any]()
+        grads, scale, options = backward.grads, backward.scale, dict[str, Any]()
         is_first = isinstance(opt_state, LossScaleState)  # others get the gradients first
         if is_first and shardings:
             options |= _sharding_options(partition, shardings, grads)
@@ -205,7 +202,7 @@ class Step(NamedTuple):
         try:
             new = step()
         except MissingArgumentError as error:
-            functions = self._functions(state, batch, scale)
+            functions = self._functions(state, batch)
             new = step(**{name: functions[name] for name in error.names if name in functions})
         arrays, after = split(new.params, new.extra, (new.opt_state, new.step))
         if after.params != partition.params:
@@ -221,15 +218,17 @@ class Step(NamedTuple):
         beside, spoiled = _spoiled(backward, state.extra, applies)
         aux = [backward.aux] if self.loss.has_aux else []
         over = summed_over(backward.loss, grads)
-        outcome = Outcome(backward.loss, aux, changes, spoiled, after, beside, scales, over)
+        scaled = scale is not None
+        outcome = Outcome(backward.loss, aux, changes, spoiled, after, beside, scaled, over)
         return Taken(arrays, outcome)
 
     def _functions(
-        self, state: StateParts, batch: Sequence[PyTree], scale: jax.Array | None
+        self, state: StateParts, batch: Sequence[PyTree]
     ) -> dict[str, Callable[..., Any]]:
         """What a transformation may call for more values and gradients on a batch: the loss as it
         is, the loss in float32, for second derivatives, and its true gradients."""
         kind, loss, parts = kind_of(state.params), self.loss, self.microbatches
+        scale = state_to_scale_by(state.opt_state).rule_state.scale
 
         def at(trainable: PyTree) -> StateParts:
             model = Changeable(state.params).tree
@@ -253,8 +252,8 @@ class Step(NamedTuple):
                 return value(trainable)
 
         def gradients_at(trainable: PyTree, number: Any) -> PyTree:
-            found, _ = gradients_of_parts(loss, at(trainable), scale, batch, parts)
-            return found.true_grads(scale)
+            found, _ = gradients_of_parts(loss, at(trainable), lambda: scale, batch, parts)
+            return found.true_grads()
 
         return {"value_fn": value, "obj_fn": value_in_float32, "grad_fn": gradients_at}
 

@@ -1,6 +1,5 @@
 """The first half of a step: the loss of a train state, its gradients, and what it has changed."""
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -10,7 +9,6 @@ import jax
 
 from gainstage._variables.types import OptState, PyTree
 from gainstage.transforms.models import Changeable, apply_changes, nodes_in, only_integers
-from gainstage.transforms.needs_scale import needs_scale
 from gainstage.transforms.value_and_grad import Backward, LossFunction
 
 
@@ -39,35 +37,10 @@ class NewExtra(NamedTuple):
     beside: Beside | None = None
 
 
-def scales(
-    loss: LossFunction,
-    state: StateParts,
-    batch: Sequence[PyTree],
-    named: Mapping[str, Any] | None = None,
-    part: Callable[[Sequence[PyTree]], Sequence[PyTree]] | None = None,
-) -> bool:
-    """Whether the loss of a step is to be multiplied by a scale, by `needs_scale`.
-
-    Args:
-        loss, state, batch, named: as for `compute_gradients`.
-        part: a function of the batch that returns the part of it that the loss gets; None for all.
-    """
-    before = [state.params] if state.extra is None else [state.params, state.extra]
-    if part is None:
-        return needs_scale(loss.fun, (*before, *batch), named)
-
-    @functools.wraps(loss.fun, updated=())
-    def of_part(*args: Any, **kwargs: Any) -> Any:
-        own, whole = args[: len(before)], args[len(before) :]
-        return loss.fun(*own, *part(whole), **kwargs)
-
-    return needs_scale(of_part, (*before, *batch), named)
-
-
 def compute_gradients(
     loss: LossFunction,
     state: StateParts,
-    scale: jax.Array | None,
+    scale: Callable[[], jax.Array],
     batch: Sequence[PyTree],
     named: Mapping[str, Any] | None = None,
 ) -> Backward:
@@ -77,7 +50,7 @@ def compute_gradients(
     Args:
         loss: what is differentiated.
         state: the state before the step.
-        scale: the loss scale, None for none.
+        scale: called for the loss scale, if the loss needs one.
         batch, named: what the loss takes beside the state.
     """
     model, loss = Changeable(state.params), loss._replace(has_extra=state.extra is not None)
@@ -99,7 +72,7 @@ def compute_gradients(
 def compute_gradients_beside(
     loss: LossFunction,
     state: StateParts,
-    scale: jax.Array | None,
+    scale: Callable[[], jax.Array],
     batch: Sequence[PyTree],
     named: Mapping[str, Any],
 ) -> Backward:

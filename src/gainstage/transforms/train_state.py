@@ -44,7 +44,6 @@ from gainstage.transforms.step_gradients import (
     NewExtra,
     StateParts,
     compute_gradients_beside,
-    scales,
 )
 from gainstage.transforms.updates import step_was_applied
 from gainstage.transforms.value_and_grad import loss_function
@@ -325,9 +324,8 @@ class TrainState(Generic[Params]):
         scale = state_to_scale_by(self.opt_state).rule_state.scale
 
         def true(*batch: Any, **kwargs: Any) -> tuple[Any, ...]:
-            is_scaled = scales(loss, self._parts, batch, kwargs)
-            factor = marked(scale, "scale") if is_scaled else None
-            found = compute_gradients_beside(loss, self._parts, factor, batch, kwargs)
+            read = lambda: marked(scale, "scale")  # noqa: E731
+            found = compute_gradients_beside(loss, self._parts, read, batch, kwargs)
             found.tell_if_unused()
             aux = [found.aux] if has_aux else []
             extra, started = found.extra, ((self.params, self.extra), (batch, kwargs))
@@ -336,7 +334,7 @@ class TrainState(Generic[Params]):
                 extra = extra._replace(model=model, extra=more)
             else:
                 extra = marked_extra(extra, *started)
-            return found.loss, extra, found.true_grads(factor), *aux
+            return found.loss, extra, found.true_grads(), *aux
 
         return true
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._base import checks
-from gainstage._base._jax import is_written_zero
+from gainstage._base._jax import is_written_zero, values_in
 from gainstage._base.checks import brief
 from gainstage._base.warn import warn
 from gainstage._programs.degrees import NO_SCALE
@@ -28,7 +28,7 @@ from gainstage.transforms.models import (
     kind_of,
     only_integers,
 )
-from gainstage.transforms.needs_scale import needs_scale
+from gainstage.transforms.needs_scale import is_always_scaled, is_small_inside, needs_scale
 from gainstage.transforms.updates import selected
 
 
@@ -101,16 +101,15 @@ def value_and_grad(
     scale = state_to_scale_by(opt_state).rule_state.scale
 
     def true(*args: Any, **kwargs: Any) -> Any:
-        factor = marked(scale, "scale") if needs_scale(fun, args, kwargs) else None
         objects = Changeable((args, kwargs))
         own_args, own_kwargs = objects.tree
-        found = loss_fn.backward(factor, own_args, own_kwargs, argnums)
+        found = loss_fn.backward(lambda: marked(scale, "scale"), own_args, own_kwargs, argnums)
         found.tell_if_unused()
         if changes := objects.changes():
             kept = selected(changes, objects.before(changes), all_finite(found.grads))
             apply_changes((args, kwargs), kept)
             apply_changes((args, kwargs), only_integers(changes))  # random numbers go on
-        return ((found.loss, found.aux) if has_aux else found.loss), found.true_grads(factor)
+        return ((found.loss, found.aux) if has_aux else found.loss), found.true_grads()
 
     return true
 
@@ -162,6 +161,7 @@ class Backward(NamedTuple):
     extra: PyTree  # what a loss returns for the extra of a state
     aux: Any
     grads: PyTree  # still multiplied by the loss scale
+    scale: jax.Array | None  # that scale; None if the loss needed none
 
     def tell_if_unused(self) -> None:
         """Warns if the loss uses none of the parameters."""
@@ -169,15 +169,19 @@ class Backward(NamedTuple):
         if leaves and all(map(is_written_zero, leaves)):
             warn(NOT_USED)
 
-    def true_grads(self, scale: jax.Array | None) -> PyTree:
+    def true_grads(self) -> PyTree:
         """The true gradients, marked if there was no scale, and if JAX has summed them over
         devices."""
-        grads = gradients.unscale(self.grads, scale)
-        if scale is None:
+        grads = gradients.unscale(self.grads, self.scale)
+        if self.scale is None:
             grads = marked(grads, NO_SCALE)
         is_manual = jax.sharding.get_abstract_mesh().manual_axes
         over = summed_over(self.loss, grads) if is_manual else ""
         return marked(grads, "summed", over) if over else grads
+
+
+class _NeedsScaleError(Exception):
+    """Ends the trace of a loss without a scale, which turns out to need one."""
 
 
 class LossFunction(NamedTuple):
@@ -196,16 +200,35 @@ class LossFunction(NamedTuple):
 
     def backward(
         self,
+        scale: Callable[[], jax.Array],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        argnums: Any = 0,
+    ) -> Backward:
+        """Differentiates the loss at these arguments, times `scale()` if something in it is in
+        float16 or float8. Without them it is traced once, and nothing is multiplied."""
+        if not is_always_scaled(self.fun):
+            with contextlib.suppress(_NeedsScaleError):
+                return self.backward_at(None, args, kwargs, argnums)
+        return self.backward_at(scale(), args, kwargs, argnums)
+
+    def backward_at(
+        self,
         scale: jax.Array | None,
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
         argnums: Any = 0,
     ) -> Backward:
-        """Differentiates the loss times `scale`, or the loss itself for None, at these arguments,
-        the library of which chooses what differentiates."""
+        """Differentiates the loss times `scale` at these arguments, the library of which chooses
+        what differentiates.
+
+        Raises:
+            _NeedsScaleError: `scale` is None, and the loss needs one.
+        """
 
         @functools.wraps(self.fun, updated=())  # NNX finds the names of arguments in the signature
         def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, PyTree, Any]]:
+            given = values_in((args, kwargs))
             try:
                 with contextlib.nullcontext() if scale is None else loss_times(scale):
                     result = self.fun(*args, **kwargs)
@@ -214,7 +237,12 @@ class LossFunction(NamedTuple):
                 raise
             loss, extra, aux = self.parts(result, args)
             true = gradients.upcast(loss)
-            return true if scale is None else gradients.scaled(loss, scale), (true, extra, aux)
+            if scale is not None:
+                return gradients.scaled(loss, scale), (true, extra, aux)
+            is_small = is_small_inside(loss, given)
+            if needs_scale(self.fun, args, kwargs) if is_small is None else is_small:
+                raise _NeedsScaleError
+            return true, (true, extra, aux)
 
         by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
         chosen: Sequence[Any] = argnums if isinstance(argnums, Sequence) else [argnums]
@@ -223,7 +251,7 @@ class LossFunction(NamedTuple):
         using = self.using or kind_of(*params, beside=args).value_and_grad
         (_, parts), grads = using(scaled, has_aux=True, **by)(*args, **(kwargs or {}))
         loss, extra, aux = parts
-        return Backward(loss, extra, aux, grads)
+        return Backward(loss, extra, aux, grads, scale)
 
     def parts(self, result: Any, args: Sequence[Any] = ()) -> tuple[Any, PyTree, Any]:
         """The loss, the extra and aux of what the function has returned; None for what is none."""
