@@ -251,6 +251,20 @@ def test_a_mask_is_not_taken_for_an_overflow_beside_it():
     assert [cause.operation for cause in look(network(attention)).causes] == ["mul"]
 
 
+@pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1), ("float32", 1), ("float16", 2**15)])
+def test_a_step_is_looked_at_in_the_scale_that_it_takes(dtype, scale):
+    """A loss without float16 and float8 has no scale, with a state and without, as in its step."""
+    cast = gs.autocast(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), dtype)
+    state = gs.TrainState.create(jnp.eye(4), optax.sgd(0.1))
+    x = xray(cast, state, X, prescribe=False, compiled=False)
+    taken, _ = gs.train_step(cast, donate=False)(state, X)
+    assert x.scale == float(taken.loss_scale) == scale
+    if scale == 1:
+        assert xray(cast, state.params, X, prescribe=False, compiled=False).scale == 1
+    if dtype == "bfloat16":
+        assert gs.audit(cast, state.params, X).ok
+
+
 def test_a_healthy_step_has_no_cause():
     """Nothing is found where nothing is, and the errors of gradients are those of rounding."""
     x = look(network(), compiled=True)

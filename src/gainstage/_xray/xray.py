@@ -24,7 +24,7 @@ from gainstage._xray.windows import Window, common_window, windows_of
 from gainstage.precision.autocast import plan_of
 from gainstage.runs.telemetry import ADVISE
 from gainstage.transforms.loss_scale_state import loss_scale_state
-from gainstage.transforms.retrace import half_of
+from gainstage.transforms.needs_scale import needs_scale
 from gainstage.transforms.step_gradients import check_arguments
 from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.value_and_grad import LossFunction
@@ -66,9 +66,9 @@ def xray(
         *args: its arguments in the bad step. A skipped step does not change the parameters, so you
             still have them. A `TrainState` in the place of the parameters has the scale, and the
             `extra` if the loss takes one.
-        scale: the loss scale of the step, > 0; needed unless there is a `TrainState`, or
-            `autocast` computes in bfloat16, which needs none: 1.0. After a
-            skipped step a state has a lower scale already: with telemetry, the scale of the step
+        scale: the loss scale of the step, > 0. By default it is 1.0 if nothing in the loss is in
+            float16 or float8, and else that of the `TrainState`, without which it is needed. After
+            a skipped step a state has a lower scale already: with telemetry, the scale of the step
             is taken from that.
         argnums: the arguments to differentiate with respect to.
         has_aux: whether `loss_fn` returns (loss, aux).
@@ -101,16 +101,15 @@ def xray(
             "Expected the loss first; got a TrainState. Write gainstage.xray(loss_fn, state, "
             "*batch)."
         )
-    is_cast, is_next, has_extra = plan_of(loss_fn) is not None, False, False
+    is_cast, is_next, state = plan_of(loss_fn) is not None, False, None
     if args and isinstance(args[0], TrainState):
         state, *batch = args
-        if scale is None:
-            scale, is_next = _scale_of_last_step(state)
-        args = (state.params, *batch)
-        if state.extra is not None:
-            has_extra, args = True, (state.params, state.extra, *batch)
-    elif scale is None and half_of(loss_fn) == "bfloat16":
+        extra = [] if state.extra is None else [state.extra]
+        args = (state.params, *extra, *batch)
+    if scale is None and not needs_scale(loss_fn, args):
         scale = 1.0
+    elif scale is None and state is not None:
+        scale, is_next = _scale_of_last_step(state)
     if scale is None:
         raise TypeError(
             "Expected a TrainState, or a scale; got neither. Write gainstage.xray(loss_fn, state, "
@@ -118,7 +117,7 @@ def xray(
             "step without loss scaling."
         )
     value = checks.loss_scale("scale", float(np.asarray(scale)))
-    loss = LossFunction(loss_fn, has_aux, using, has_extra)
+    loss = LossFunction(loss_fn, has_aux, using, state is not None and state.extra is not None)
     check_arguments(loss, args, call="gainstage.xray(loss_fn, state")
     program = program_of(loss, args, argnums)
     steps = jaxprs.count(program.jaxpr)

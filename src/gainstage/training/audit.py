@@ -26,7 +26,8 @@ from gainstage.transforms.models import (
     split,
     traced_of,
 )
-from gainstage.transforms.retrace import IS_KEPT, half_of
+from gainstage.transforms.needs_scale import needs_scale
+from gainstage.transforms.retrace import IS_KEPT
 from gainstage.transforms.step_gradients import StateParts, check_arguments, compute_gradients
 from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.value_and_grad import LossFunction
@@ -260,8 +261,9 @@ def audit(
     Args:
         fun: what `autocast` returned for a loss. Create it once: an audit is compiled for each.
         *args: a `TrainState` and the batch, or the parameters and the batch.
-        scale: the loss scale, > 0; needed unless there is a `TrainState`, or `fun` has a
-            `loss_scale` of its own.
+        scale: the loss scale, > 0. By default it is 1.0 if nothing in the loss is in float16 or
+            float8, or `fun` has a `loss_scale` of its own, and else that of the `TrainState`,
+            without which it is needed.
         has_aux: whether `fun` returns aux.
         using: the function that differentiates, by default as for `gainstage.value_and_grad`.
         bounds: the largest errors of the loss, of all gradients together, and of the gradient of
@@ -304,10 +306,15 @@ def given_to(
     """The loss, its arguments and the bounds, from the arguments of `audit` or `mend`."""
     check_cast("fun", fun, f"gs.{caller}(gs.autocast(fun), ...)")
     state = args[0] if args and isinstance(args[0], TrainState) else None
-    if state is not None:
-        scale = state.loss_scale if scale is None else scale
-    elif scale is None and (getattr(fun, "is_self_scaled", False) or half_of(fun) == "bfloat16"):
+    first = args[0] if args else None
+    params, extra = (first, None) if state is None else (state.params, state.extra)
+    own = [params] if extra is None else [params, extra]
+    if scale is None and (
+        getattr(fun, "is_self_scaled", False) or not needs_scale(fun, (*own, *args[1:]))
+    ):
         scale = 1.0
+    elif scale is None and state is not None:
+        scale = state.loss_scale
     if scale is None or not args:
         raise TypeError(
             "Expected a TrainState, or parameters and a scale; got neither. Write "
