@@ -9,14 +9,18 @@ import pytest
 
 import gainstage as gs
 
+import grid
 from table import OPTIMIZERS
 
 SHAPES = [(4, 3), (5,), ()]
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+WITH_OPTIONS = {"amsgrad": "all", "nesterov": "overwrite"}  # rules of the grid, and constraints
 
 
 def made(name, dtype=np.float32, **options):
     """Variables, and a wrapped optimizer for them."""
+    if name in WITH_OPTIONS:
+        return grid.make(name, WITH_OPTIONS[name], dtype, initial_scale=8.0, **options)
     rng = np.random.default_rng(1)
     variables = [
         gs.optimizers.Variable(rng.normal(size=s), dtype=dtype, name=f"v{i}")
@@ -55,39 +59,45 @@ def arrays(*groups):
     return [[v.value() for v in group] for group in groups]
 
 
+def with_an_overflow():
+    """Five gradients, the third of which is infinite."""
+    return [[g * np.float32(np.inf if i == 2 else 1) for g in gradients(i)] for i in range(5)]
+
+
+def often(*names):
+    """Every optimizer, and two with options; those that are not named are thorough."""
+    return [
+        pytest.param(name, marks=[pytest.mark.thorough] * (name not in names))
+        for name in [*OPTIMIZERS, *WITH_OPTIONS]
+    ]
+
+
 @pytest.mark.as_users
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=[pytest.mark.thorough] * (name not in ("adam", "adagrad", "optax"))
-        )
-        for name in OPTIMIZERS
-    ],
-)
+@pytest.mark.parametrize("name", often("adam", "adagrad", "optax", "amsgrad"))
 def test_pure_and_compiled_steps_agree(name):
-    """A jitted `stateless_apply` that donates is `apply` bit for bit."""
+    """A jitted `stateless_apply` that donates is `apply` bit for bit, a skipped step included."""
     variables, opt = anew(name)
     weights, state = jax.tree.map(jnp.copy, arrays(variables, opt.variables))
     # Without donation XLA rounds a step of Adagrad otherwise, by the last bit.
     step = jax.jit(lambda w, s, g: opt.stateless_apply(s, g, w), donate_argnums=(0, 1))
-    for seed in range(3):
-        weights, state = step(weights, state, gradients(seed))
-        opt.apply(gradients(seed))
+    for grads in with_an_overflow():
+        weights, state = step(weights, state, grads)
+        opt.apply(grads)
     assert bits(weights, state) == bits(*arrays(variables, opt.variables))
 
 
-@every_optimizer
+# Asked for in pytorch#97415 (fused and not).
+@pytest.mark.parametrize("name", often(*OPTIMIZERS, "amsgrad"))
 def test_compiled_and_uncompiled_steps_agree(name):
-    """Within rounding."""
+    """Within rounding, a skipped step included."""
     variables, opt = anew(name)
     others, uncompiled = made(name)
     uncompiled.jit_compile = False
-    for seed in range(3):
-        opt.apply(gradients(seed))
-        uncompiled.apply(gradients(seed))
+    for grads in with_an_overflow():
+        opt.apply(grads)
+        uncompiled.apply(grads)
     for one, other in zip(variables, others, strict=True):
-        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.as_users
