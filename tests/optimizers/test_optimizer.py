@@ -103,23 +103,6 @@ def test_a_subclass_without_a_rule_says_what_is_missing():
 # ── documents ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_document_3_sgd():
-    """The numbers of the DTensor page: 0.9, and with momentum differences of 0.1 and 0.18."""
-    var = Variable(1.0)
-    SGD(learning_rate=0.1).minimize(lambda: (var**2) / 2.0, [var])
-    assert float(var) == pytest.approx(0.9, rel=1e-6)
-
-    var = Variable(1.0)
-    opt = SGD(learning_rate=0.1, momentum=0.9)
-    val0 = var.value()
-    opt.minimize(lambda: (var**2) / 2.0, [var])
-    val1 = var.value()
-    opt.minimize(lambda: (var**2) / 2.0, [var])
-    val2 = var.value()
-    assert float(val0 - val1) == pytest.approx(0.1, rel=1e-5)
-    assert float(val1 - val2) == pytest.approx(0.18, rel=1e-5)
-
-
 def test_slots_exist_only_with_momentum():
     """SGD without momentum keeps no slot; with it one per variable."""
     plain, heavy = SGD(), SGD(momentum=0.5)
@@ -390,26 +373,6 @@ def test_weight_decay_exclusions():
     assert float(w) == 1.0
     with pytest.raises(ValueError, match="regular expressions"):
         SGD().exclude_from_weight_decay(var_names=["["])
-
-
-def test_moving_average_follows_keras():
-    """The document's example of `use_ema`: overwriting every third step, and finalizing."""
-    var = Variable(2.0)
-    opt = SGD(1.0, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3)
-    seen = []
-    for _ in range(4):
-        opt.apply([1.0], [var])
-        seen.append(float(var))
-    assert seen == [1.0, 0.0, -0.25, -1.25]
-
-    var = Variable(2.0)
-    opt = LossScaleOptimizer(SGD(1.0, use_ema=True, ema_momentum=0.5), initial_scale=1.0)
-    for _ in range(2):
-        opt.apply([1.0], [var])
-    opt.finalize_variable_values([var])
-    assert float(var) == 0.5
-    with pytest.raises(ValueError, match="built with"):
-        opt.finalize_variable_values([Variable(1.0)])
 
 
 def test_constraints_come_last():
