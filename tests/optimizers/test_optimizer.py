@@ -87,19 +87,6 @@ def test_a_slot_is_found_by_its_name():
         opt.get_slot(variables[0], "m")
 
 
-def test_a_subclass_without_a_rule_says_what_is_missing():
-    """Forgetting `update_step` is an error that names the class, and changes nothing."""
-
-    class Forgetful(gs.optimizers.Optimizer):
-        pass
-
-    variables = pair()
-    before = snapshot(variables)
-    with pytest.raises(NotImplementedError, match="Forgetful must define update_step"):
-        Forgetful(0.1).apply([[1.0, 1.0], 1.0], variables)
-    assert snapshot(variables) == before
-
-
 # ── documents ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -125,19 +112,6 @@ def test_compute_gradients_knows_what_the_loss_depends_on():
     pairs = SGD().compute_gradients(loss, lambda: [used, zero, unused, stopped])
     assert [v for _, v in pairs] == [used, zero, unused, stopped]
     assert [None if g is None else float(g) for g, _ in pairs] == [4.0, 0.0, None, None]
-
-
-def test_variables_without_a_gradient_are_left_alone():
-    """None leaves a variable, its slots and its decay alone, with a warning that names it."""
-    w, b = pair()
-    opt = gs.optimizers.Adam(0.1, weight_decay=0.1)
-    opt.build([w, b])
-    with pytest.warns(UserWarning, match=r"No gradient for \['b'\]"):
-        opt.minimize(lambda: (w**2)[0], [w, b])
-    assert float(b) == 3
-    slots = {v.name: v.numpy() for v in opt.variables}
-    assert slots["adam/b_momentum"] == 0
-    assert (slots["adam/w_momentum"] != [0, 0]).tolist() == [True, False]
 
 
 def test_a_subset_in_any_order():
@@ -757,15 +731,6 @@ def test_a_jit_inside_of_a_loss_is_explained():
         opt.minimize(loss, [w])
     notes = " ".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
     assert "pass it `variable.value()` as an argument" in notes
-
-
-def test_finalizing_before_the_first_step_keeps_the_weights():
-    """As long as every step was skipped there is no average, and nothing to finalize."""
-    w = Variable(5.0)
-    opt = LossScaleOptimizer(SGD(0.1), use_ema=True)
-    opt.apply([jnp.inf], [w])
-    opt.finalize_variable_values([w])
-    assert float(w) == 5.0
 
 
 def test_exclusions_take_lists_of_the_right_kind():
