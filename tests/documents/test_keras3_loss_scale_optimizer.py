@@ -640,6 +640,8 @@ def test_add_optimizer_variables_adds_a_slot_for_each_variable():
     # All slots of a variable, then those of the next: the order in which Keras stores them.
     both = [*firsts, *seconds]
     assert [v.name[-3:] for v in opt.variables if v in both] == ["a_u", "a_v", "b_u", "b_v"]
+    ones, others = opt.add_optimizer_variables([a], ["p", "q"], "ones")
+    assert numbers([*ones, *others]) == [1.0, 1.0]
 
 
 def test_a_variable_has_the_layout_that_is_given():

@@ -282,6 +282,8 @@ def test_state_lies_like_its_variable(rule, kind):
     layouts = layouts_on(mesh)
     variables, opt = trained(layouts, rule, use_ema=True, gradient_accumulation_steps=2)
     replicated = NamedSharding(mesh, PartitionSpec())
+    for variable, layout in zip(variables, layouts, strict=True):
+        assert variable.value().sharding.is_equivalent_to(layout, variable.ndim)
     for slot in opt.variables:
         like = [v for v in variables if f"/{v.name}_" in slot.name]
         expected = like[0].sharding if like else replicated
@@ -748,12 +750,13 @@ def test_a_variable_that_is_added_is_replicated_on_the_mesh(cls, given):
     assert (w.numpy() == 0.5).all()
 
 
+@pytest.mark.parametrize("make", [lambda: SGD(0.5), lambda: LossScaleOptimizer(SGD(0.5), 1.0)])
 @pytest.mark.parametrize("committed", [False, True])
-def test_a_gradient_on_another_device_moves_no_variable(committed):
+def test_a_gradient_on_another_device_moves_no_variable(committed, make):
     """In the first step and in later ones, a variable stays on its device."""
     here, there = jax.devices()[:2]
     w = Variable(jax.device_put(jnp.ones(3), here) if committed else jnp.ones(3))
-    opt = SGD(0.5)
+    opt = make()
     for device in (None, None, there, None, here):
         opt.apply([jnp.ones(3) if device is None else jax.device_put(jnp.ones(3), device)], [w])
         assert w.value().devices() == {here}

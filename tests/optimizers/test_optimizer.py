@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage.optimizers import (
@@ -144,16 +143,6 @@ def test_gradients_of_another_precision_are_welcome(dtype):
     SGD(0.5).apply([np.array([1, 2], dtype)], [var])
     assert var.numpy().tolist() == [0.5, 1.0]
     assert var.dtype == jnp.float32
-
-
-def test_gradients_of_any_placement_are_welcome():
-    """Gradients on another device than their variable are moved to it."""
-    devices = jax.devices()
-    var = Variable(jax.device_put(jnp.ones(4), devices[0]))
-    opt = LossScaleOptimizer(SGD(1.0, momentum=0.5), initial_scale=2.0)
-    for device in devices[:3]:
-        opt.apply([jax.device_put(jnp.full(4, 2.0), device)], [var])
-    assert var.numpy().tolist() == [1 - 1 - 1.5 - 1.75] * 4
 
 
 BAD_STEPS = [
@@ -536,41 +525,6 @@ def test_assign_takes_anything_that_can_be_assigned():
     opt.assign_sub(var, 1.0)
     opt.assign(var, var.value * 10)
     assert float(var.value) == 20.0
-
-
-def test_state_of_subclasses():
-    """`add_optimizer_variables` takes one name or several; initializers are names or callables."""
-    variables, opt = pair(), SGD()
-    firsts, seconds = opt.add_optimizer_variables(variables, ["a", "b"], "ones")
-    assert firsts[0].numpy().tolist() == [1, 1]
-    assert [v.name for v in seconds] == ["SGD/w_b", "SGD/b_b"]
-    assert opt.add_variable_from_reference(variables[0], "a") is not firsts[0]
-    assert opt.add_variable((2,), lambda shape, dtype: jnp.full(shape, 7, dtype))[0] == 7
-    with pytest.raises(ValueError, match="initializer"):
-        opt.add_variable((2,), "random")
-
-
-def test_state_lies_like_its_variable():
-    """On a mesh slots have their variable's sharding, scalars are replicated, also after steps."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"))
-    layout = NamedSharding(mesh, PartitionSpec(None, "model"))
-    w = Variable(jax.device_put(np.ones((8, 4), np.float32), layout))
-    opt = LossScaleOptimizer(
-        gs.optimizers.Adam(0.1, use_ema=True, global_clipnorm=1.0), initial_scale=2.0
-    )
-    for _ in range(2):
-        opt.apply([jnp.full((8, 4), 2.0)], [w])
-    for v in [w, *opt.variables]:
-        assert len(v.value().sharding.device_set) == 8
-        expected = layout if v.ndim else NamedSharding(mesh, PartitionSpec())
-        assert v.value().sharding.is_equivalent_to(expected, v.ndim)
-    alone = Variable(np.ones((8, 4), np.float32))
-    twin = LossScaleOptimizer(
-        gs.optimizers.Adam(0.1, use_ema=True, global_clipnorm=1.0), initial_scale=2.0
-    )
-    for _ in range(2):
-        twin.apply([jnp.full((8, 4), 2.0)], [alone])
-    np.testing.assert_allclose(w.numpy(), alone.numpy(), rtol=1e-6)
 
 
 def test_a_known_kind_of_gradients_is_still_looked_at():
