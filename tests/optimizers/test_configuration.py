@@ -99,10 +99,22 @@ def test_every_option_survives_a_round_trip(cls, name):
     assert twin.get_config() == config
 
 
+class OfAUser(SGD):
+    pass
+
+
+STAIRS = gs.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5, staircase=True)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         wrapped_fixed,
+        lambda: SGD(0.1, momentum=0.9, clipnorm=1.0, name="mine"),
+        lambda: LossScaleOptimizer(Adam(0.1, epsilon=1e-5), 8.0, 3, clipvalue=0.5),
+        lambda: LossScaleOptimizer(OfAUser(0.1, clipnorm=2.0), name="outer"),
+        lambda: LossScaleOptimizer(SGD(), loss_scale=gs.DynamicLossScale(4.0, hysteresis=2)),
+        lambda: Adam(STAIRS, use_ema=True),
         lambda: experimental.LossScaleOptimizer(Adam(0.5), "dynamic"),
         lambda: experimental.LossScaleOptimizer(Adam(0.5), 8),
         lambda: tf2.LossScaleOptimizer(SGD(0.5), False, 8.0),
@@ -114,10 +126,14 @@ def test_every_option_survives_a_round_trip(cls, name):
     ],
 )
 def test_every_class_survives_a_round_trip(make):
-    """What has `get_config` is made again by `from_config`, described alike."""
+    """What has `get_config` is made again by `from_config`, described alike, through JSON too, and
+    without a change of the configuration."""
     thing = make()
     config = thing.get_config()
-    assert type(thing).from_config(config).get_config() == config
+    kept = json.dumps(config)
+    for written in (json.loads(kept), config):
+        assert type(thing).from_config(written).get_config() == config
+    assert json.dumps(config) == kept
 
 
 def by_pair(opt, w):
@@ -200,10 +216,6 @@ def test_state_by_name():
             other.load_state(wrong)
         for name, value in other.state().items():
             np.testing.assert_array_equal(value, before[name])
-
-
-class OfAUser(SGD):
-    pass
 
 
 def test_optimizers_by_name_and_configuration():

@@ -136,15 +136,6 @@ def test_a_run_goes_on_from_its_state(name):
         assert bits(*arrays(others, other.variables)) == bits(*arrays(variables, opt.variables))
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "optax"])
-def test_a_configuration_makes_it_again(name):
-    """`serialize` and `deserialize` return an optimizer with the same configuration."""
-    _, opt = made(name, clipnorm=0.5, use_ema=True)
-    assert gs.optimizers.serialize(
-        gs.optimizers.deserialize(gs.optimizers.serialize(opt))
-    ) == gs.optimizers.serialize(opt)
-
-
 @pytest.mark.as_users
 @every_optimizer
 @pytest.mark.filterwarnings("ignore:No gradient for")
