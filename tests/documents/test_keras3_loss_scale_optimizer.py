@@ -454,17 +454,6 @@ def test_learning_rate_is_the_inner_optimizers():
     assert (float(w), float(inner.learning_rate), inner.calls) == (2.25, 0.25, 1)
 
 
-def test_a_subclass_may_have_its_own_learning_rate():
-    """The step uses the `learning_rate` property that a subclass overrides."""
-
-    class Halved(gs.optimizers.SGD):
-        @property
-        def learning_rate(self):
-            return super().learning_rate * 0.5
-
-    assert run(wrapped(Halved(0.5)), [8.0]) == [2.75]
-
-
 @row(1, "variables")
 def test_variables_are_the_wrappers_and_the_inner_optimizers():
     """`variables` is all state; Keras adds an unused iteration and learning rate."""
@@ -698,16 +687,6 @@ def test_the_first_apply_builds():
     opt = wrapped()
     assert run(opt, [8.0]) == [2.5]
     assert opt.built
-
-
-def test_no_gradients_are_no_step():
-    """An empty list of gradients changes nothing."""
-    opt = wrapped()
-    opt.build([Variable(1.0)])
-    before = numbers(opt.variables)
-    opt.apply([])
-    opt.apply([], [])
-    assert numbers(opt.variables) == before
 
 
 @row(1, "apply_gradients")
@@ -1151,19 +1130,6 @@ def test_minimize_returns_the_true_loss():
     opt = v1.MixedPrecisionLossScaleOptimizer(v1.GradientDescentOptimizer(0.5), 8)
     assert opt.minimize(lambda: w * w, var_list=[w]) is None
     assert dtensor.SGD().minimize(lambda: w * w, [w]) is None
-
-
-def test_minimize_trains_variables_that_the_loss_makes():
-    """New: a callable `var_list` can return variables that the loss creates."""
-    made = []
-
-    def loss():
-        if not made:
-            made.append(Variable(2.0))
-        return made[0] ** 2
-
-    wrapped(gs.optimizers.SGD(0.25)).minimize(loss, lambda: made)
-    assert float(made[0]) == 2.0 - 0.25 * 4.0
 
 
 @row(1, "new: compute_gradients")
