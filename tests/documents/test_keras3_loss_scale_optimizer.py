@@ -1268,9 +1268,11 @@ def test_scale_arguments_are_checked():
     inner = gs.optimizers.SGD(0.5)
     for wrong in (0.0, -8.0, np.inf, np.nan):
         failing(ValueError, "initial_scale", wrapped, inner, wrong)
-    for wrong in (0, -1, 1.5):
+    for wrong in (0, -1, 1.5, np.nan):
         failing(ValueError, "dynamic_growth_steps", wrapped, inner, growth=wrong)
-    failing(TypeError, "initial_scale", wrapped, inner, True)
+    for wrong in (True, "8"):
+        failing(TypeError, r"Expected .* for initial_scale; got ", wrapped, inner, wrong)
+        failing(TypeError, r"for dynamic_growth_steps; got ", wrapped, inner, growth=wrong)
     failing(TypeError, "bool for dynamic", wrapped, inner, dynamic=1)
     failing(
         TypeError, "a rule for loss_scale", gs.optimizers.LossScaleOptimizer, inner, loss_scale=[1]

@@ -88,14 +88,6 @@ def test_a_fixed_scale_is_checked():
                 gs.FixedLossScale(value)
 
 
-@pytest.mark.parametrize("name", ["initial_scale", "dynamic_growth_steps"])
-def test_arguments_of_the_optimizer_are_checked(name):
-    """A wrong scale argument of `LossScaleOptimizer` is an error that names it as given there."""
-    for value in (0, -1, math.nan, True, "8"):
-        with pytest.raises((ValueError, TypeError), match=rf"Expected .* for {name}; got "):
-            LossScaleOptimizer(SGD(), **{name: value})
-
-
 def test_bounds_must_enclose():
     """The floor may not lie above the ceiling, nor the first scale."""
     with pytest.raises(ValueError, match="min_scale"):
