@@ -208,16 +208,6 @@ def test_an_option_taken_back_is_no_longer_given():
     assert LossScaleOptimizer(sgd, clipvalue=3.0).clipvalue == 3.0
 
 
-@pytest.mark.parametrize(("count", "after"), [(2**31 - 1, (16.0, 0)), (-(2**31), (8.0, 1))])
-def test_a_stored_count_cannot_overflow(count, after):
-    """A loaded count of good steps, however large, leads to growth and not to a wrapped count; one
-    below 0 is 0."""
-    rule = gs.DynamicLossScale(8.0, increment_period=2)
-    state = rule.init()._replace(good_steps=jnp.int32(count))
-    state = rule.update(state, finite=True)
-    assert (float(state.scale), int(state.good_steps)) == after
-
-
 def test_computed_gradients_are_known_to_be_unscaled():
     """`tf2` gradients from `compute_gradients` need no reminder to unscale them."""
     w = Variable(1.0)

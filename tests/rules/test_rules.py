@@ -37,12 +37,16 @@ def test_other_multipliers(multiplier):
     np.testing.assert_allclose(run(rule, finite_steps).scale, expected, rtol=1e-6)
 
 
-def test_a_counter_beyond_the_period_still_grows():
-    """A restored counter above the period grows at the next finite step, where Keras never does."""
+@pytest.mark.parametrize(
+    ("count", "after"), [(10, (16.0, 0)), (2**31 - 1, (16.0, 0)), (-(2**31), (8.0, 1))]
+)
+def test_a_counter_beyond_the_period_still_grows(count, after):
+    """A restored counter above the period, however large, grows at the next finite step, where
+    Keras never does, and does not wrap around; one below 0 is 0."""
     rule = gs.DynamicLossScale(8.0, increment_period=3)
-    state = rule.init()._replace(good_steps=jnp.int32(10))
+    state = rule.init()._replace(good_steps=jnp.int32(count))
     state = rule.update(state, jnp.array(True))
-    assert (float(state.scale), int(state.good_steps)) == (16.0, 0)
+    assert (float(state.scale), int(state.good_steps)) == after
 
 
 def test_a_state_without_hysteresis_is_two_scalars():
