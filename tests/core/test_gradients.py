@@ -106,17 +106,6 @@ def test_unscaling_is_never_done_in_half():
         assert float(wide) == 1 / 3
 
 
-# Asked for in pytorch#96755 (overflow in unscaling).
-@pytest.mark.as_users
-def test_an_overflow_in_unscaling_skips_the_step():
-    """With a scale below 1 a finite gradient can overflow when unscaled: then nothing is taken."""
-    var = Variable([1.0, 1.0])
-    opt = LossScaleOptimizer(SGD(2.0**-100), 2.0**-10)
-    opt.apply([jnp.float32([1e37, 1.0])], [var])
-    assert var.numpy().tolist() == [1.0, 1.0]
-    assert (int(opt.iterations), float(opt.loss_scale)) == (0, 2.0**-11)
-
-
 @pytest.mark.parametrize("name", ["clipvalue", "clipnorm", "global_clipnorm"])
 @pytest.mark.parametrize("limit", [0.5, 100.0])
 def test_clipping_is_that_of_numpy(name, limit, rng):

@@ -1448,7 +1448,9 @@ def test_a_fixed_scale_skips_nonfinite_steps(make):
     assert float(w) == 2.5
 
 
+# Asked for in pytorch#96755 (overflow in unscaling).
 @row("differences", "a gradient that overflows when unscaled")
+@pytest.mark.as_users
 def test_an_overflow_in_unscaling_is_skipped():
     """A gradient that overflows when unscaled is skipped; Keras applies it."""
     opt = wrapped(scale=2.0**-10)
