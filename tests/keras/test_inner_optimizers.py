@@ -103,9 +103,10 @@ class Multiplied(keras.optimizers.Optimizer):
     [
         (lambda: keras.optimizers.SGD(0.1, momentum=0.9), "momentum", (0.9, 0.0, 0.5)),
         (lambda: keras.optimizers.Adam(0.1), "beta_1", (0.5, 0.1, 0.9)),
+        (lambda: keras.optimizers.SGD(0.1), "clipnorm", (None, 0.5, 1.0)),
         (lambda: Multiplied(0.1), "factor", (1.0, 10.0, 100.0)),
     ],
-    ids=["SGD", "Adam", "own"],
+    ids=["SGD", "Adam", "clipnorm", "own"],
 )
 def test_a_number_that_is_set_between_steps_is_obeyed(make, name, values):
     """An eager step uses the inner optimizer's numbers of now, as in Keras."""

@@ -197,15 +197,6 @@ def test_an_option_that_is_set_on_the_wrapper_is_refused():
     opt.inner_optimizer.clipnorm = 1.0
 
 
-def test_averages_of_no_step_leave_the_weights():
-    """If every step was skipped, `finalize_variable_values` changes nothing."""
-    w = keras.Variable([1.0, 2.0])
-    opt = LossScaleOptimizer(SGD(1.0, use_ema=True))
-    opt.apply([jnp.array([jnp.inf, 1.0])], [w])
-    opt.finalize_variable_values([w])
-    assert np.asarray(w.value).tolist() == [1.0, 2.0]
-
-
 # Asked for in keras#19244 (JAX loops).
 def test_a_loop_of_ones_own():
     """The eager `apply`, which crashes in Keras, takes steps, skips, and builds by itself."""
@@ -256,22 +247,6 @@ def test_what_a_wrapper_cannot_take_is_named():
         gs.optimizers.LossScaleOptimizer(sgd())
     config = LossScaleOptimizer(sgd(), loss_scale=gs.DynamicLossScale(8.0)).get_config()
     assert float(LossScaleOptimizer.from_config(config).loss_scale) == 8.0
-
-
-def test_a_saved_model_goes_on(tmp_path):
-    """A `.keras` file holds scale, counts and slots; training goes on bit for bit."""
-    rule = gs.DynamicLossScale(2.0**10, 3, hysteresis=2)
-    model, _ = fitted(LossScaleOptimizer(keras.optimizers.Adam(0.02), loss_scale=rule), (2,), 1)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
-    assert loaded.optimizer.rule == rule
-    x, y = data()
-    for one in (model, loaded):
-        one.fit(x, y, 16, 2, verbose=0, shuffle=False)
-    for a, b in zip(weights_of(model), weights_of(loaded), strict=True):
-        np.testing.assert_array_equal(a, b)
-    for a, b in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True):
-        np.testing.assert_array_equal(a.value, b.value)
 
 
 def test_the_learning_rate_can_be_set_and_scheduled():
@@ -338,16 +313,6 @@ def test_what_quantized_layers_measure_is_no_gradient():
     opt.apply([jnp.float32([1.0]), jnp.float32([448.0])], [w, amax])
     assert float(opt.dynamic_scale.value) == 2.0**24
     assert np.asarray(amax.value).tolist() == [448.0]
-
-
-def test_options_of_the_inner_optimizer_take_effect_at_the_next_step():
-    """An option that is set after an eager step is in force."""
-    w = keras.Variable([0.0])
-    opt = LossScaleOptimizer(SGD(1.0), 8.0)
-    for limit in (None, 0.5):
-        opt.inner_optimizer.clipnorm = limit
-        opt.apply([jnp.float32([16.0])], [w])
-    assert float(w.value[0]) == -2.5
 
 
 def test_fit_goes_on_after_averages_replaced_the_weights():

@@ -235,7 +235,9 @@ def test_a_keras_file(stops, tmp_path):
         run = step(*run, i)
     snapshots.append(bits(*run))
     for start in stops:
-        run = read(keras.saving.load_model(tmp_path / f"{start}.keras"))
+        loaded = keras.saving.load_model(tmp_path / f"{start}.keras")
+        assert loaded.optimizer.rule == RULE
+        run = read(loaded)
         assert bits(*run) == snapshots[start]
         for i in range(start, STEPS):
             run = step(*run, i)
