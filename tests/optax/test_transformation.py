@@ -645,27 +645,6 @@ def test_a_norm_of_unknown_parts_is_refused(clip, wrapped):
         move(grads, check_vma=False)
 
 
-@pytest.mark.as_users
-def test_the_state_is_stored_by_orbax_and_msgpack(tmp_path):
-    """What Orbax and flax's msgpack give back goes on bit for bit."""
-    ocp = pytest.importorskip("orbax.checkpoint")
-    serialization = pytest.importorskip("flax.serialization")
-    params, tx, state = make(optax.adam(0.1), rule=gs.DynamicLossScale(8.0, 2, hysteresis=2))
-    grads = {"w": jnp.arange(4.0), "b": jnp.float32(jnp.inf)}
-    update = jax.jit(tx.update)
-    _, state = update(grads, state, params)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        stored = checkpointer.restore(tmp_path / "state", state)
-    packed = serialization.from_bytes(tx.init(params), serialization.to_bytes(state))
-    for again in (stored, packed):
-        assert jax.tree.structure(again) == jax.tree.structure(state)
-        ours, theirs = update(grads, state, params), update(grads, again, params)
-        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
 @pytest.mark.parametrize("rule", [gs.DynamicLossScale(4.0), gs.AdaptiveLossScale(4.0)])
 @pytest.mark.parametrize("told", [{}, {"telemetry": True}, {"underflow_every": 1}])
 def test_a_fresh_state_can_be_donated(rule, told):

@@ -161,7 +161,7 @@ def test_orbax(stops, tmp_path):
 def test_orbax_of_an_optax_state(tmp_path):
     """Orbax saves parameters and state of `with_loss_scale` as they are."""
     ocp = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
-    tx = gs.with_loss_scale(optax.adam(0.1), telemetry=True)
+    tx = gs.with_loss_scale(optax.adam(0.1), RULE, telemetry=True)
     params = {"w": jnp.ones(3)}
     state = tx.update({"w": jnp.full(3, 2.0)}, tx.init(params), params)[1]
     with ocp.StandardCheckpointer() as checkpoints:
