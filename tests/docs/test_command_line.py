@@ -212,10 +212,8 @@ def test_a_missing_extra_is_named_before_the_work(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     assert command.main(["report", "run.jsonl"]) == 1
     said = capsys.readouterr()
-    assert (
-        said.err == "Expected jinja2 to be installed; run in a clone of gainstage: "
-        'pip install ".[report]"\n'
-    )
+    assert "jinja2" in said.err
+    assert ".[report]" in said.err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,5 +1,7 @@
 """What a user reads: representations, warnings, and errors that say what to do."""
 
+import importlib
+import sys
 import warnings
 
 import jax
@@ -97,6 +99,18 @@ def test_a_cell_that_is_run_again_is_told_what_to_do():
     again = Variable(1.0, name="w")
     with pytest.raises(ValueError, match=r"another variable of that name.*create a new optimizer"):
         opt.minimize(lambda: again * again, [again])
+
+
+def test_an_extra_that_is_missing_is_named(monkeypatch):
+    """The error names the package, and the command that installs the extra with it."""
+    monkeypatch.delitem(sys.modules, "gainstage.interop.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ModuleNotFoundError) as error:
+        importlib.import_module("gainstage.interop.tensorboard")
+    assert str(error.value) == (
+        "Expected tensorboardX to be installed; run in a clone of gainstage: "
+        'pip install ".[tensorboard]"'
+    )
 
 
 def test_a_mesh_that_is_missing_is_named():
