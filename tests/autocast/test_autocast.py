@@ -92,12 +92,6 @@ def test_float32_leaves_a_function_as_it_is(dtype):
         assert str(jax.make_jaxpr(cast)(PARAMS, X)) == exact
 
 
-def test_a_function_and_its_dtype_in_another_order_are_told():
-    """The error has the call as it is to be written."""
-    with pytest.raises(TypeError, match=r"Write autocast\(network, 'bfloat16'\)"):
-        gs.autocast("bfloat16", network)
-
-
 def error(found, expected):
     """The norm of the difference of two pytrees over that of the second, in float64."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)

@@ -5,30 +5,111 @@ program of a step shows, `lint` finds. What a Python loop does between two calls
 for two things: a run of skipped steps, and an optimizer whose scale nobody asked for.
 """
 
+import re
+
 STEP = """
 state, step = gs.TrainState.create(w, {tx}), gs.train_step(plain)
 for x in ({batches}):
     state, loss = step(state, x)
 """
-# Transformations of which `train_step` and `value_and_grad` see that they could hide an overflow.
+# Transformations of which `train_step` and `value_and_grad` see that they could hide an overflow, what
+# is said to be there, and what to write in its place.
 AROUND = {
-    "clip before it": "optax.chain(optax.clip(1.0), gs.with_loss_scale(sgd))",
-    "clip_by_global_norm before it": "optax.chain(optax.clip_by_global_norm(1.0), gs.with_loss_scale(sgd))",
-    "zero_nans before it": "optax.chain(optax.zero_nans(), gs.with_loss_scale(sgd))",
-    "scale_by_sign before it": "optax.chain(optax.scale_by_sign(), gs.with_loss_scale(sgd))",
-    "centralize before it": "optax.chain(optax.centralize(), gs.with_loss_scale(sgd))",
-    "a masked clip before it": "optax.chain(optax.masked(optax.clip(1.0), True), gs.with_loss_scale(sgd))",
-    "clip before it in a chain in a chain": "optax.chain(optax.chain(optax.clip(1.0), gs.with_loss_scale(sgd)))",
-    "clip before it in a named chain": "optax.named_chain(('clip', optax.clip(1.0)), ('tx', gs.with_loss_scale(sgd)))",
-    "MultiSteps around it": "optax.MultiSteps(gs.with_loss_scale(sgd), 2)",
-    "apply_if_finite around it": "optax.apply_if_finite(gs.with_loss_scale(sgd), 3)",
-    "mechanize around it": "optax.contrib.mechanize(gs.with_loss_scale(sgd))",
-    "schedule_free around it": "optax.contrib.schedule_free(gs.with_loss_scale(sgd), 0.1)",
-    "conditionally_transform around it": "optax.transforms.conditionally_transform(gs.with_loss_scale(sgd), lambda n: n < 3)",
-    "masked around it": "optax.masked(gs.with_loss_scale(sgd), True)",
-    "multi_transform around it": "optax.multi_transform({'a': gs.with_loss_scale(sgd)}, 'a')",
-    "partition around it": "optax.partition({'a': gs.with_loss_scale(sgd)}, 'a')",
-    "MultiSteps around a chain of it": "optax.MultiSteps(optax.chain(gs.with_loss_scale(sgd), optax.scale(1.0)), 2)",
+    "clip before it": (
+        "number 2",
+        "optax.chain(...)",
+        "optax.chain(optax.clip(1.0), gs.with_loss_scale(sgd))",
+    ),
+    "clip_by_global_norm before it": (
+        "number 2",
+        "optax.chain(...)",
+        "optax.chain(optax.clip_by_global_norm(1.0), gs.with_loss_scale(sgd))",
+    ),
+    "zero_nans before it": (
+        "number 2",
+        "optax.chain(...)",
+        "optax.chain(optax.zero_nans(), gs.with_loss_scale(sgd))",
+    ),
+    "scale_by_sign before it": (
+        "number 2",
+        "optax.chain(...)",
+        "optax.chain(optax.scale_by_sign(), gs.with_loss_scale(sgd))",
+    ),
+    "centralize before it": (
+        "number 2",
+        "optax.chain(...)",
+        "optax.chain(optax.centralize(), gs.with_loss_scale(sgd))",
+    ),
+    "a masked clip before it": (
+        "number 2",
+        "optax.chain(...)",
+        "optax.chain(optax.masked(optax.clip(1.0), True), gs.with_loss_scale(sgd))",
+    ),
+    "two transformations before it": (
+        "number 3",
+        "optax.chain(...)",
+        "optax.chain(optax.identity(), optax.clip(1.0), gs.with_loss_scale(sgd))",
+    ),
+    "clip before it in a chain in a chain": (
+        "number 2",
+        "optax.chain(...)",
+        "optax.chain(optax.chain(optax.clip(1.0), gs.with_loss_scale(sgd)), optax.scale(1.0))",
+    ),
+    "clip before it in a named chain": (
+        "number 2",
+        "optax.chain(...)",
+        "optax.named_chain(('clip', optax.clip(1.0)), ('tx', gs.with_loss_scale(sgd)))",
+    ),
+    "MultiSteps around it": (
+        "a MultiStepsState",
+        "optax.MultiSteps(tx, k)",
+        "optax.MultiSteps(gs.with_loss_scale(sgd), 2)",
+    ),
+    "apply_if_finite around it": (
+        "a ApplyIfFiniteState",
+        "tx",
+        "optax.apply_if_finite(gs.with_loss_scale(sgd), 3)",
+    ),
+    "sam around it": (
+        "a SAMState",
+        "optax.contrib.sam(...)",
+        "optax.contrib.sam(gs.with_loss_scale(sgd), sgd)",
+    ),
+    "mechanize around it": (
+        "a MechanicState",
+        "optax.contrib.mechanize(tx)",
+        "optax.contrib.mechanize(gs.with_loss_scale(sgd))",
+    ),
+    "schedule_free around it": (
+        "a ScheduleFreeState",
+        "optax.contrib.schedule_free(tx, learning_rate)",
+        "optax.contrib.schedule_free(gs.with_loss_scale(sgd), 0.1)",
+    ),
+    "conditionally_transform around it": (
+        "a ConditionallyTransformState",
+        "optax.conditionally_transform(tx, condition)",
+        "optax.transforms.conditionally_transform(gs.with_loss_scale(sgd), lambda n: n < 3)",
+    ),
+    "masked around it": (
+        "a MaskedState",
+        "optax.masked(tx, mask)",
+        "optax.masked(gs.with_loss_scale(sgd), True)",
+    ),
+    "multi_transform around it": (
+        "a PartitionState",
+        "optax.multi_transform(...)",
+        "optax.multi_transform({'a': gs.with_loss_scale(sgd)}, 'a')",
+    ),
+    "partition around it": (
+        "a PartitionState",
+        "optax.multi_transform(...)",
+        "optax.partition({'a': gs.with_loss_scale(sgd)}, 'a')",
+    ),
+    "MultiSteps around a chain of it": (
+        "a MultiStepsState",
+        "optax.MultiSteps(tx, k)",
+        "optax.MultiSteps(optax.chain(gs.with_loss_scale(sgd), optax.scale(1.0)), 2)",
+    ),
 }
 # Rules, and what stands inside or behind `with_loss_scale`: they train, and skip a bad batch.
 FINE = {
@@ -62,16 +143,16 @@ mesh = jax.make_mesh((8,), ('data',), axis_types=(AxisType.Auto,))
 whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P('data'))
 """
 CASES = {
-    f"{name}, in train_step": ("refused", "Write\\s*gainstage.with_loss_scale",
+    f"{name}, in train_step": ("refused", where + ".*" + re.escape(f"Write gainstage.with_loss_scale({line})."),
                                STEP.format(tx=tx, batches="1.0,"))
-    for name, tx in AROUND.items()
+    for name, (where, line, tx) in AROUND.items()
 }  # fmt: skip
 CASES |= {
-    f"{name}, in value_and_grad": ("refused", "Write\\s*gainstage.with_loss_scale", f"""
+    f"{name}, in value_and_grad": ("refused", where + ".*" + re.escape(f"Write gainstage.with_loss_scale({line})."), f"""
 tx = {tx}
 gs.value_and_grad(plain, tx.init(w))(w)
 """)
-    for name, tx in AROUND.items()
+    for name, (where, line, tx) in AROUND.items()
 }  # fmt: skip
 CASES |= {
     f"{name}, a bad batch": ("works", "", STEP.format(tx=tx, batches="1.0, NAN, 1.0, jnp.inf") + """
@@ -80,6 +161,11 @@ assert jnp.isfinite(state.loss_scale), state
 """)
     for name, tx in FINE.items()
 }  # fmt: skip
+NOT_WRAPPED = (
+    r"Expected exactly one state of gainstage.with_loss_scale\(tx\).init\(params\) in opt_state; got 0 in"
+    r" .*tuple. Wrap the transformation: tx = gainstage.with_loss_scale\(tx\); for steps without loss scaling"
+)
+NO_RULE = r'"dynamic", a number, None, or a rule for loss_scale: gainstage.DynamicLossScale\(\), AdaptiveLossScale\(\), FixedLossScale\(scale\) or one of your own; got '
 CASES |= {
     "lookahead around it": ("refused", "Write\\s*gainstage.with_loss_scale", """
 pair, tx = optax.LookaheadParams.init_synced(w), optax.lookahead(gs.with_loss_scale(sgd), 3, 0.5)
@@ -93,21 +179,33 @@ for x in (1.0, NAN, 1.0): updates, state = step(pair, state, x); pair = gs.trans
 assert (pair.fast < 1).all() and state.inner.steps_since_sync == 2
 """),
     # ── two scales, or none ──────────────────────────────────────────────────────────────────
-    "a scaled loss in train_step": ("refused", "two scales", """
+    "a scaled loss in train_step": ("refused", "Expected a loss without a loss_scale of its own for train_step, .*got two scales. Pass autocast\\(loss_fn\\) alone.", """
 gs.train_step(gs.autocast(plain, loss_scale=2.0**15))
 """),
-    "a scaled loss in value_and_grad": ("refused", "two scales", """
+    "a scaled loss in value_and_grad": ("refused", "Expected a loss without a loss_scale of its own for value_and_grad, .*got two scales. Pass autocast\\(loss_fn\\) alone.", """
 gs.value_and_grad(gs.autocast(plain, loss_scale=2.0**15), gs.with_loss_scale(sgd).init(w))
+"""),
+    "a part of a scaled loss in train_step": ("refused", "own for train_step, .*two scales", """
+import functools
+gs.train_step(functools.partial(gs.autocast(lambda w, x: plain(w, x), loss_scale=2.0**15), x=1.0))
+"""),
+    "a part of a scaled loss in value_and_grad": ("refused", "own for value_and_grad, .*two scales", """
+import functools
+loss = functools.partial(gs.autocast(lambda w, x: plain(w, x), loss_scale=2.0**15), x=1.0)
+gs.value_and_grad(loss, gs.with_loss_scale(sgd).init(w))
 """),
     "with_loss_scale in with_loss_scale": ("refused", "a scale within a scale", """
 gs.with_loss_scale(gs.with_loss_scale(sgd)).init(w)
 """),
-    "two scaled groups": ("refused", "One loss has one scale", """
+    "two scaled groups": ("refused", "got 2 in an .* PartitionState. One loss has one scale: with_loss_scale\\(optax.multi_transform\\(...\\)\\).", """
 tx = optax.multi_transform({'a': gs.with_loss_scale(sgd), 'b': gs.with_loss_scale(sgd)}, {'x': 'a', 'y': 'b'})
 gs.transforms.current_scale(tx.init({'x': w, 'y': w}))
 """),
-    "no with_loss_scale at all": ("refused", "Wrap the transformation", """
+    "no with_loss_scale at all": ("refused", NOT_WRAPPED, """
 gs.train_step(plain)(gs.TrainState.create(w, sgd).replace(opt_state=sgd.init(w)))
+"""),
+    "no with_loss_scale at all, in value_and_grad": ("refused", NOT_WRAPPED, """
+gs.value_and_grad(plain, sgd.init(w))
 """),
     "a wrapper in a wrapper": ("refused", "LossScaleOptimizer", """
 gs.optimizers.LossScaleOptimizer(gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()))
@@ -605,7 +703,7 @@ gs.train_step(lambda w, n, x: (plain(w, x), None))(gs.TrainState.create(w, sgd, 
 state = gs.TrainState.create(w, sgd, extra={"a": 0.0, "b": 1.0})
 gs.train_step(lambda w, e, x: (plain(w, x), {"a": e["a"], "b": None}))(state, 1.0)
 """),
-    "an old train state after a step that donates": ("refused", "`state.params` was donated", """
+    "an old train state after a step that donates": ("refused", "`state.params` was donated .*donate=False", """
 old, step = gs.TrainState.create(w, sgd), gs.train_step(lambda w, x: plain(w, x))
 new, loss = step(old, 1.0); step(old, 1.0)
 """),
@@ -638,10 +736,6 @@ gs.train_step(lambda p: plain(p['w']))(state)
 tx = gs.with_loss_scale(optax.adam(0.1))
 tx.update({'w': w}, tx.init({'v': w}), {'w': w})
 """),
-    "a donated argument": ("refused", "donate=False", """
-state, step = gs.TrainState.create(w, sgd), gs.train_step(plain)
-step(state); step(state)
-"""),
     "no parameters for init": ("refused", "arrays in params", """
 gs.with_loss_scale(sgd).init({'w': w, 'activation': jax.nn.relu})
 """),
@@ -650,8 +744,14 @@ gs.with_loss_scale(sgd).init({'w': w, 'activation': jax.nn.relu})
 from gainstage.compat import experimental
 gs.with_loss_scale(sgd, experimental.DynamicLossScale())
 """),
-    "a name of no loss scale": ("refused", "\"dynamic\", a number, None, or a rule for loss_scale", """
+    "a name of no loss scale": ("refused", NO_RULE + "'fixed'", """
 gs.with_loss_scale(sgd, "fixed")
+"""),
+    "a name of no loss scale, for an optimizer": ("refused", NO_RULE + "'adaptive'", """
+gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(), loss_scale="adaptive")
+"""),
+    "a list for a loss scale": ("refused", NO_RULE + r"\[128.0\]", """
+gs.with_loss_scale(sgd, [128.0])
 """),
     "the class as a rule": ("refused", "a rule for loss_scale: gainstage.DynamicLossScale\\(\\)", """
 gs.with_loss_scale(sgd, gs.DynamicLossScale)
@@ -723,14 +823,23 @@ gs.train_step(plain, retries=-1)
     "a loss that is a vector": ("refused", "scalar loss", """
 gs.train_step(lambda w: w)(gs.TrainState.create(w, sgd))
 """),
+    "a loss that is a vector, in value_and_grad": ("refused", "scalar loss, .*got shape \\(3,\\)", """
+gs.value_and_grad(lambda w: w**2, gs.with_loss_scale(sgd).init(w))(w)
+"""),
     "a forgotten has_aux": ("refused", "has_aux=True", """
 gs.train_step(lambda w: (plain(w), 1.0))(gs.TrainState.create(w, sgd))
+"""),
+    "a forgotten has_aux, in value_and_grad": ("refused", "has_aux=True", """
+gs.value_and_grad(lambda w: (plain(w), 1.0), gs.with_loss_scale(sgd).init(w))(w)
 """),
     "a loss of None": ("refused", "scalar loss", """
 gs.train_step(lambda w: None)(gs.TrainState.create(w, sgd))
 """),
-    "a string in the batch": ("refused", "functools.partial", """
-gs.train_step(lambda w, x: plain(w))(gs.TrainState.create(w, sgd), 'name')
+    "a string in the batch": ("refused", "Expected arrays, numbers or models in the batch; got token for `batch\\[0\\]\\['x'\\]`. If it is the same in all steps, bind it to the loss: functools.partial\\(loss_fn, name=value\\).", """
+gs.train_step(lambda w, x: plain(w))(gs.TrainState.create(w, sgd), {'x': 'token'})
+"""),
+    "an array of strings in the batch": ("refused", "got array.*token.* for `batch\\[0\\]\\['x'\\]`", """
+gs.train_step(lambda w, x: plain(w))(gs.TrainState.create(w, sgd), {'x': np.array(['token'])})
 """),
     "scale_loss in value_and_grad": ("lints", "Leave this factor out", """
 tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
@@ -993,11 +1102,14 @@ with Alarms() as alarms:
     "one optimizer in two wrappers": ("refused", "already wrapped", """
 inner = gs.optimizers.SGD(); one = gs.optimizers.LossScaleOptimizer(inner); gs.optimizers.LossScaleOptimizer(inner)
 """),
-    "a class for an optimizer": ("refused", "optimizer", """
-gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD)
-"""),
-    "an optax transformation for an optimizer": ("refused", "optimizer", """
+    "an optax transformation for an optimizer": ("refused", "Use gainstage.optimizers.from_optax\\(tx\\), or gainstage.with_loss_scale\\(tx\\).", """
 gs.optimizers.LossScaleOptimizer(sgd)
+"""),
+    "an optimizer with variables for a transformation": ("refused", "Write optax.adam\\(1e-3\\), or .*: gainstage.optimizers.LossScaleOptimizer\\(optimizer\\).minimize", """
+gs.with_loss_scale(gs.optimizers.Adam())
+"""),
+    "a number for a transformation": ("refused", "Expected an optax.GradientTransformation for tx; got 0.1.", """
+gs.with_loss_scale(0.1)
 """),
     "an option on both": ("refused", "clipnorm", """
 gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(clipnorm=1.0), clipnorm=2.0)
@@ -1021,6 +1133,10 @@ jax.jit(lambda: opt.apply([1.0], [v]))()
     "a variable that gs.optimizers.jit is not told of": ("refused", "state", """
 v = gs.optimizers.Variable(1.0); opt = gs.optimizers.SGD(0.1); opt.build([v])
 gs.optimizers.jit(lambda: opt.apply([1.0], [v]), state=[v])()
+"""),
+    "a scale that gs.optimizers.jit is not told of": ("refused", "In gainstage.optimizers.jit, add optimizer.variables to `state`.", """
+v = gs.optimizers.Variable(w); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.Adam()); opt.build([v])
+gs.optimizers.jit(lambda: opt.minimize(lambda: v.value().sum(), [v]), [v])()
 """),
     "jnp functions of a variable": ("refused", "value\\(\\)", """
 jnp.sum(gs.optimizers.Variable(w))

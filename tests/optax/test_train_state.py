@@ -431,6 +431,7 @@ def without(extra):
 
 MISTAKES = {
     "no transformation": (lambda: gs.TrainState.create(W, "adam"), "GradientTransformation for tx"),
+    "no call": (lambda: gs.TrainState.create(W, optax.adam), "GradientTransformation for tx"),
     "no array": (lambda: gs.TrainState.create({"w": "a"}, optax.sgd(0.1)), r"`params\['w'\]`"),
     "no array beside": (
         lambda: gs.TrainState.create(W, optax.sgd(0.1), extra={"mean": "a"}),
@@ -442,8 +443,6 @@ MISTAKES = {
         ),
         "Expected no loss_scale, as tx has a loss scale",
     ),
-    "the parameters": (lambda: STEP(W, X), "Expected a TrainState first, as in state, loss"),
-    "by name": (lambda: STEP(PLAIN, x=X), r"Write step\(state, x\)"),
     "another model": (
         lambda: PLAIN.apply_gradients({"w": W}),
         r"grads in the structure of state.params; got shape .* of `grads",
@@ -482,17 +481,9 @@ MISTAKES = {
         "a function such as jax.value_and_grad for using; got float16",
     ),
     "a scale that is none": (lambda: PLAIN.replace(loss_scale=0.0), "loss_scale"),
-    "no transformation left": (
-        lambda: STEP(pickle.loads(pickle.dumps(jax.device_get(PLAIN))), X),
-        r"Write state = state.replace\(tx=other.tx\)",
-    ),
     "no transformation left to apply gradients with": (
         lambda: pickle.loads(pickle.dumps(jax.device_get(PLAIN))).apply_gradients(PLAIN.params),
         r"Write state = state.replace\(tx=other.tx\)",
-    ),
-    "scaled twice": (
-        lambda: gs.train_step(gs.autocast(lambda w, x: (x @ w).mean(), loss_scale=2.0**15)),
-        "Expected a loss without a loss_scale of its own",
     ),
 }
 
