@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -585,16 +584,11 @@ def test_keras_layers_have_their_names():
     assert (cause.operation, cause.layer) == ("dot_general", "down")
 
 
-def test_whole_numbers_of_elements_and_lines_are_in_the_text():
-    """One element is not called elements."""
-    x = look(lambda w: (w.astype(HALF) * HALF(2.0**15)).astype(jnp.float32).sum(), jnp.full(1, 4.0))
-    assert "1 of 1 element overflows" in str(x)
-    assert math.isfinite(x.causes[0].float32)
-
-
 @pytest.mark.parametrize(
     ("loss", "values", "message"),
     [
+        (lambda w: (w.astype(HALF) * HALF(2.0**15)).astype(jnp.float32).sum(), [4.0],
+         "1 of 1 element overflows"),
         (lambda w: jnp.log(w).sum(), [0.0, 1.0], "1 of 2 elements is not finite, and in float32"),
         (lambda w: jnp.log(w).sum(), [0.0, 0.0], "2 of 2 elements are not finite, and in float32"),
         (lambda w: w.sum(), [jnp.inf, 2.0], "w has 1 element of 2 that is not finite"),
