@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compilations import compilations
 
 import gainstage as gs
 from gainstage import xray
@@ -117,8 +118,10 @@ def test_init_keeps_the_state_of_the_parameters_alone(kind):
 
 
 @EACH
-def test_a_train_step_takes_a_model(kind):
-    """`train_step` without `using` takes the steps that it takes with it, a skipped one too."""
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_train_step_takes_a_model(kind, has_aux):
+    """`train_step` without `using` takes the steps that it takes with it, a skipped one too, by one
+    program."""
     make, loss, using, parameters = KINDS[kind]
     tx = transformation()
     found, explicit = make(), make()
@@ -126,11 +129,15 @@ def test_a_train_step_takes_a_model(kind):
         explicit = eqx.tree_at(lambda m: m.mlp.activation, explicit, found.mlp.activation)
     one = gs.TrainState.create(found, tx)
     other = gs.TrainState.create(explicit, tx).replace(opt_state=tx.init(parameters(explicit)))
-    step, given = gs.train_step(loss), gs.train_step(loss, using=using)
-    for x in (X, X, BAD, X):
-        one, found = step(one, x, Y)
-        other, expected = given(other, x, Y)
-        np.testing.assert_array_equal(found, expected)
+    fun = (lambda model, x, y: (loss(model, x, y), x[0])) if has_aux else loss
+    step, given = (gs.train_step(fun, has_aux=has_aux, **how) for how in ({}, {"using": using}))
+    for i, x in enumerate((X, X, BAD, X)):
+        with compilations() as compiled:
+            one, *found = step(one, x, Y)
+        assert i == 0 or compiled == []
+        other, *expected = given(other, x, Y)
+        assert len(found) == 1 + has_aux
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert_same(one, other)
     assert 0 < one.info.skipped_steps < 4
     assert len(gs.diagnostics.report(one, one.params).names) == len(

@@ -41,6 +41,9 @@ TRANSFORMATIONS = {
     "clipped": lambda: gs.with_loss_scale(
         optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5))
     ),
+    "growing": lambda: gs.with_loss_scale(
+        optax.adam(0.1), gs.DynamicLossScale(2.0**30, increment_period=2)
+    ),
     "adaptive": lambda: gs.with_loss_scale(optax.sgd(0.1), gs.AdaptiveLossScale(), telemetry=True),
     "value": lambda: gs.with_loss_scale(
         optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
@@ -73,7 +76,7 @@ def test_it_takes_the_steps_of_the_loop(make):
             jax.tree.leaves((params, opt_state, loss_b)),
             strict=True,
         ):
-            np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
+            np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.as_users
@@ -138,70 +141,6 @@ def test_no_rank_is_promoted_implicitly(microbatches):
             state, _ = step(state, jnp.ones((64, 32)))
         assert gs.diagnostics.report(state)
     assert state.info.applied_steps == 2
-
-
-def test_an_nnx_model_trains_and_skips_whole():
-    """What the forward pass changes, such as averages of batch normalisation, is kept; on a skipped
-    step it is left as it was."""
-    nnx = pytest.importorskip("flax.nnx")
-    rngs = nnx.Rngs(0)
-    model = nnx.Sequential(
-        nnx.Linear(4, 8, dtype=jnp.float16, rngs=rngs),
-        nnx.BatchNorm(8, rngs=rngs),
-        nnx.Dropout(0.1, rngs=rngs),
-        nnx.Linear(8, 1, rngs=rngs),
-    )
-
-    def loss(model, x, y):
-        return jnp.mean((model(x).astype("float32") - y) ** 2)
-
-    state = gs.TrainState.create(model, optax.adam(0.05))
-    step, losses = gs.train_step(loss, using=nnx.value_and_grad), []
-    x = np.random.default_rng(0).standard_normal((64, 4), np.float32)
-    for _ in range(20):
-        state, value = step(state, x, x[:, :1])
-        losses.append(float(value))
-    assert losses[-1] < losses[0] / 2
-    assert abs(np.asarray(state.params.layers[1].mean[...])).max() > 0
-    before = jax.tree.map(
-        np.copy, [jax.random.key_data(k) if is_key(k) else k for k in leaves(state.params)]
-    )
-    with compilations() as compiled:
-        state, value = step(state, np.full_like(x, np.inf), x[:, :1])
-    assert compiled == []
-    assert not state.applied
-    after = [jax.random.key_data(k) if is_key(k) else k for k in leaves(state.params)]
-    for old, new in zip(before, after, strict=True):
-        np.testing.assert_array_equal(old, new)
-
-
-def leaves(model):
-    return jax.tree.leaves(model)
-
-
-def is_key(x):
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def test_an_equinox_model_trains():
-    """Functions and numbers among the leaves of a model stay what they are."""
-    eqx = pytest.importorskip("equinox")
-    model = eqx.nn.MLP(4, 1, 8, 2, key=jax.random.key(0))
-
-    def loss(model, x, y):
-        predicted = jax.vmap(model)(x)
-        return jnp.mean((predicted - y) ** 2), predicted
-
-    state, losses = gs.TrainState.create(model, optax.adam(0.05)), []
-    step = gs.train_step(loss, has_aux=True, using=eqx.filter_value_and_grad)
-    for i in range(20):
-        with compilations() as compiled:
-            state, value, predicted = step(state, X, Y)
-        assert i == 0 or compiled == []
-        losses.append(float(value))
-    assert losses[-1] < losses[0] / 5
-    assert predicted.shape == (8, 1)
-    assert callable(state.params.activation)
 
 
 def test_errors_name_the_remedy():
