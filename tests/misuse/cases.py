@@ -214,22 +214,10 @@ gs.optimizers.LossScaleOptimizer(gs.optimizers.LossScaleOptimizer(gs.optimizers.
 v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.from_optax(optax.sgd(0.1)))
 opt.minimize(lambda: v * v, [v]); assert float(v) < 1
 """),
-    "jax's gradients": ("lints", "No loss was multiplied", """
-tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
-step = lambda w, s: tx.update(jax.grad(plain)(w), s, w)
-"""),
     "jax's gradients in a compiled step": ("warns", "No loss was multiplied", """
 tx = gs.with_loss_scale(sgd); state = tx.init(w)
 step = jax.jit(lambda w, state: tx.update(jax.grad(plain)(w), state, w))
 for _ in range(3): _, state = step(w, state)
-"""),
-    "scale_loss, not divided": ("lints", "loss_scale=gainstage.transforms.current_scale", """
-tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
-step = lambda w, s: tx.update(jax.grad(lambda w: gs.transforms.scale_loss(plain(w), s))(w), s, w)
-"""),
-    "divided twice": ("lints", "Leave loss_scale= out", """
-tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
-step = lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1], s, w, loss_scale=gs.transforms.current_scale(s))
 """),
     "scale_loss inside of value_and_grad, for a penalty and for a log": ("works", "", """
 tx = gs.with_loss_scale(sgd); state = tx.init(w)
@@ -238,10 +226,6 @@ def penalty(w):
 gs.value_and_grad(penalty, state)(w)
 gs.value_and_grad(lambda w: (plain(w), {"scaled": gs.transforms.scale_loss(plain(w), state)}), state, has_aux=True)(w)
 gs.value_and_grad(lambda w: gs.transforms.scale_loss(plain(w), state) / gs.transforms.current_scale(state), state)(w)
-"""),
-    "a scale by hand that never changes": ("lints", "is a constant, so the rule", """
-tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
-step = lambda w, s: tx.update(jax.grad(lambda w: 2.0**15 * plain(w))(w), s, w, loss_scale=2.0**15)
 """),
     "scales by hand that are right": ("works", "", """
 tx = gs.with_loss_scale(sgd, gs.FixedLossScale(8.0)); state = tx.init(w)
@@ -254,11 +238,6 @@ for _ in range(3):
 step = jax.jit(lambda w, s, scale: tx.update(jax.grad(lambda w: scale * plain(w))(w), s, w, loss_scale=scale)[1])
 for _ in range(3): state = step(w, state, gs.transforms.current_scale(state))
 """),
-    "true gradients in float16": ("lints", "loses the small", """
-tx = gs.with_loss_scale(sgd); state = tx.init(w)
-step = jax.jit(lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1].astype("float16"), s, w)[1])
-for _ in range(3): state = step(w, state)
-"""),
     "true gradients in bfloat16, scaled ones in float16": ("works", "", """
 tx = gs.with_loss_scale(sgd); state = tx.init(w)
 step = jax.jit(lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1].astype("bfloat16"), s, w)[1])
@@ -267,32 +246,10 @@ grad = lambda w, s: jax.grad(lambda w: gs.transforms.scale_loss(plain(w), s))(w)
 step = jax.jit(lambda w, s: tx.update(grad(w, s), s, w, loss_scale=gs.transforms.current_scale(s))[1])
 for _ in range(3): state = step(w, state)
 """),
-    "nan_to_num of gradients": ("lints", "Leave it out", """
+    "clamp of gradients": ("lints", "jax.lax.clamp", """
 tx = gs.with_loss_scale(sgd); state = tx.init(w)
-step = jax.jit(lambda w, s: tx.update(2 * jnp.nan_to_num(gs.value_and_grad(plain, s)(w)[1]), s, w)[1])
+step = jax.jit(lambda w, s: tx.update(jax.lax.clamp(-1.0, gs.value_and_grad(plain, s)(w)[1], 1.0), s, w)[1])
 for _ in range(3): state = step(w, state)
-"""),
-    **{
-        f"{name} of gradients": ("lints", match, f"""
-tx, f = gs.with_loss_scale(sgd), lambda g: {code}; state = tx.init(w)
-step = jax.jit(lambda w, s: tx.update(f(gs.value_and_grad(plain, s)(w)[1]), s, w)[1])
-for _ in range(3): state = step(w, state)
-""")
-        for name, match, code in [
-            ("clip", "jnp.clip.*optax.clip", "2 * jnp.clip(g, -1.0, 1.0)"),
-            ("clamp", "jax.lax.clamp", "jax.lax.clamp(-1.0, g, 1.0)"),
-            ("sign", "jnp.sign.*scale_by_sign", "jnp.sign(g)"),
-            ("zeros for infinities", "Leave it out", "jnp.where(jnp.isfinite(g), g, 0.0)"),
-            ("infinities to zeros", "Leave it out", "jnp.where(~jnp.isfinite(g), jnp.zeros_like(g), g)"),
-        ]
-    },
-    "true gradients that are divided by the scale again": ("lints", "by the loss scale once too often", """
-tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
-step = lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1] / gs.transforms.current_scale(s), s, w)
-"""),
-    "true gradients times the inverse of the scale": ("lints", "by the loss scale once too often", """
-tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
-step = lambda w, s: tx.update((1 / gs.transforms.current_scale(s)) * gs.value_and_grad(plain, s)(w)[1], s, w)
 """),
     "what may be done to true gradients": ("works", "", """
 tx = gs.with_loss_scale(sgd); state = tx.init(w)
@@ -322,14 +279,6 @@ keeps = lambda g: jnp.nan_to_num(g, posinf=jnp.inf, neginf=-jnp.inf)
 step = jax.jit(lambda w, s: tx.update(keeps(gs.value_and_grad(loss, s)(w)[1]), s, w)[1])
 for _ in range(3): state = step(w, state)
 """),
-    "SAM with an unscaled grad_fn": ("lints", "grad_fn=lambda", """
-tx = gs.with_loss_scale(optax.contrib.sam(sgd, sgd, opaque_mode=True)); state = tx.init(w)
-def step(w, state):
-    grads = gs.value_and_grad(plain, state)(w)[1]
-    return tx.update(grads, state, w, grad_fn=jax.grad(lambda w, _: plain(w)))[1]
-step = jax.jit(step)
-for _ in range(3): state = step(w, state)
-"""),
     "SAM with a scaled grad_fn": ("works", "", """
 tx = gs.with_loss_scale(optax.contrib.sam(sgd, sgd, opaque_mode=True)); state = tx.init(w)
 ways = [lambda state: lambda w, _: gs.value_and_grad(plain, state)(w)[1],
@@ -346,10 +295,6 @@ tx = gs.with_loss_scale(sgd); state = tx.init(w)
 grads = jax.grad(lambda w: gs.transforms.scale_loss(plain(w), state))(w)
 updates, new = tx.update(grads, state, w, loss_scale=gs.transforms.current_scale(state))
 assert abs(updates + 0.2).max() < 1e-6
-"""),
-    "a rule beside a scaled loss": ("lints", r"Leave the rule out.*autocast\(loss_fn, loss_scale=scale\)", """
-tx = gs.with_loss_scale(sgd, gs.DynamicLossScale(2.0**10)); state, loss = tx.init(w), gs.autocast(plain, loss_scale=2.0**15)
-tx.update(jax.jit(jax.grad(loss))(w), state, w)
 """),
     "a scaled loss, and no rule": ("works", "", """
 tx = gs.with_loss_scale(sgd); state, loss = tx.init(w), gs.autocast(plain, loss_scale=2.0**15)
@@ -554,10 +499,6 @@ step, args = lambda w, s: tx.update(grad_fn(w)[1], s, w), (w, first)
 tx = gs.with_loss_scale(sgd); first = tx.init(w); args = w, first
 step = jax.jit(lambda w, state: tx.update(gs.value_and_grad(plain, first)(w)[1], state, w))
 """),
-    "another model's state": ("lints", "scale of another state", """
-tx = gs.with_loss_scale(sgd); args = tx.init(w), tx.init(w)
-step = lambda one, two: tx.update(gs.value_and_grad(plain, one)(w)[1], two, w)
-"""),
     "apply_updates with the old state": ("lints", "tells of the step before", """
 tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
 def step(w, state):
@@ -673,13 +614,6 @@ state = gs.TrainState.create(w, sgd); args = (1.0,)
 def step(x):
     loss, extra, grads = state.value_and_grad(lambda w, x: plain(w, x))(x)
     return state.apply_gradients(grads, extra)
-"""),
-    "gradients of a train state divided again": ("lints", "by the loss scale once too often", """
-args = gs.TrainState.create(w, sgd), 1.0
-@jax.jit
-def step(state, x):
-    loss, extra, grads = state.value_and_grad(lambda w, x: plain(w, x))(x)
-    return state.apply_gradients(grads / state.loss_scale, extra)
 """),
     "an accuracy as the loss": ("refused", "a loss of a floating dtype; got int32", """
 gs.train_step(lambda w, x: (w * x > 0).sum())(gs.TrainState.create(w, sgd), 1.0)
@@ -898,14 +832,7 @@ for scaled, scale in [(opt.scale_loss, lambda: opt.loss_scale),
         return scaled(plain(w) + jnp.sum(g * g))
     for f in (total, with_penalty): jax.grad(f)(w); scaled(jnp.sum(jax.grad(f)(w)))
 """),
-    "a state that a scan closes over, in a compiled epoch": ("lints", "a part of the carry", """
-tx = gs.with_loss_scale(sgd); args = w, tx.init(w)
-def turn(w, x, state):
-    grads = gs.value_and_grad(plain, state)(w, x)[1]
-    return gs.transforms.apply_updates(w, *tx.update(grads, state, w)), x
-step = jax.jit(lambda w, s: jax.lax.scan(lambda w, x: turn(w, x, s), w, jnp.ones(3)))
-"""),
-    "the same with train_step": ("lints", "a part of the carry", """
+    "a state that a scan of train_step closes over": ("lints", "a part of the carry", """
 args, take = (gs.TrainState.create(w, sgd),), gs.train_step(plain)
 turn = lambda w, x, s: (take(s.replace(params=w), x)[0].params, x)
 step = jax.jit(lambda s: jax.lax.scan(lambda w, x: turn(w, x, s), s.params, jnp.ones(3)))
@@ -1004,13 +931,6 @@ for _ in range(3): opt.apply([np.ones((1024, 8), np.float32)], [v])
 step = gs.train_step(half)
 f = jax.shard_map(lambda *args: step(*args)[0].params, mesh=mesh, in_specs=(P(), P('data')), out_specs=P())
 f(gs.TrainState.create(W, sgd), X)
-"""),
-    "the loss of each device's part, in a loop of one's own": ("lints", "differentiated at .*varies over 'data'.*pmean", MESH + """
-tx = gs.with_loss_scale(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=(P(), P()))
-def own(p, s, x):
-    grads = gs.value_and_grad(half, s)(p, x)[1]
-    updates, s = tx.update(grads, s, p); return gs.transforms.apply_updates(p, updates, s), s
-step, args = jax.jit(jax.shard_map(own, **spec)), (p, tx.init(p), X)
 """),
     "the gradients of all parts, in a loop of one's own": ("works", "", MESH + """
 tx = gs.with_loss_scale(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=(P(), P()))
