@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from equations import equations
 
 import gainstage as gs
-from gainstage._programs import jaxprs
 from gainstage.optimizers import SGD
 from gainstage.transforms import locally_scaled
 
@@ -168,7 +168,7 @@ def test_a_part_with_a_local_scale_is_in_half_precision_like_others():
 
     def program(part):
         grad = jax.grad(gs.autocast(lambda w, x: jnp.mean(part(w, part(w, x)))), (0, 1))
-        every = list(jaxprs.equations(jax.make_jaxpr(grad)(w, x)))
+        every = list(equations(jax.make_jaxpr(grad)(w, x)))
         products = [e.outvars[0].aval for e in every if e.primitive.name == "dot_general"]
         return sum(product.dtype == jnp.float16 for product in products), grad(w, x)
 
