@@ -39,7 +39,7 @@ def stateful(make, dtype=jnp.float32):
     variables = [gs.optimizers.Variable(kind, name=f"v{i}") for i, kind in enumerate(kinds)]
     opt = make()
     opt.build(variables)
-    state = [variable._value for variable in opt.variables]
+    state = [jax.ShapeDtypeStruct(variable.shape, variable.dtype) for variable in opt.variables]
     step = jax.jit(lambda w, s, g: opt.stateless_apply(s, g, w), donate_argnums=(0, 1))
     return step.lower(kinds, state, kinds)
 

@@ -34,7 +34,9 @@ def program(mesh, tensors, **options):
     optimizer = gs.optimizers.LossScaleOptimizer(Adam(1e-3, **options))
     optimizer.build(variables)
     step = gs.optimizers.jit(optimizer.apply, (variables, optimizer.variables), donate=True)
-    return step.lower([variable._value for variable in variables])
+    return step.lower(
+        [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding) for v in variables]
+    )
 
 
 def update_in_shard_map(tx, params, grads):

@@ -431,7 +431,7 @@ def test_an_optimizer_can_be_built_and_compiled_for_a_plan():
         opt.build([w])
         step = gs.optimizers.jit(opt.apply, ([w], opt.variables), donate=True)
         names = [v.name for v in opt.variables]
-        return names, opt, step.lower([w._value]).compile().as_text()
+        return names, opt, step.lower([jax.ShapeDtypeStruct(w.shape, w.dtype)]).compile().as_text()
 
     plan = jax.ShapeDtypeStruct((64, 8), jnp.float16)
     names, opt, text = program(plan)

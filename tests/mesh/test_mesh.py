@@ -19,7 +19,6 @@ from small_floats import SMALL
 import gainstage as gs
 from gainstage._scaling import finite_check as readings
 from gainstage._scaling.gradients import Clip
-from gainstage._variables.zero_sharding import divided_over
 from gainstage.compat import dtensor
 from gainstage.optimizers import SGD, Adam, LossScaleOptimizer, Variable, from_optax
 
@@ -345,7 +344,9 @@ def test_divided_state_adds_to_the_layout_of_the_variable():
 
     def spec(shape, *entries):
         layout = NamedSharding(mesh, PartitionSpec(*entries))
-        return tuple(divided_over(layout, shape, ("data",)).spec)
+        opt = SGD(momentum=0.9, shard_state_over="data")
+        opt.build([Variable(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=layout))])
+        return tuple(opt.momentums[0].sharding.spec)
 
     assert spec((64, 32), None, "model") == ("data", "model")
     assert spec((16, 128), "model", None) == ("model", "data")
