@@ -290,15 +290,6 @@ def test_a_report_from_behind_where_a_run_went_back_to_is_forgotten(tmp_path):
     assert (list(back.tensors), list(back.get("loss"))) == (["ahead"], [1.0, 2.0, 3.0])
 
 
-def test_a_whole_last_line_without_an_end_is_kept(tmp_path):
-    """It is a step, which the next one follows."""
-    path = tmp_path / "run.jsonl"
-    path.write_text('{"step": 0, "loss": 1.0}')
-    with JsonLines(path) as run:
-        run.write(1, loss=2.0)
-    assert list(read_run(path).get("loss")) == [1.0, 2.0]
-
-
 @contextlib.contextmanager
 def full_disk(bytes_left=0):
     """No file can grow beyond this size."""
@@ -1082,14 +1073,16 @@ def test_files_of_something_else_are_left_as_they_are(text, tmp_path):
     assert path.read_text() == text
 
 
-@pytest.mark.parametrize("rest", ["", '{"step": 1}'])
+@pytest.mark.parametrize("rest", ["", '{"step": 1, "loss": 2.0}'])
 def test_recordings_are_gone_on_with(rest, tmp_path):
     """Records are appended, also after a line that a killed process has written but not ended."""
     path = tmp_path / "run.jsonl"
     path.write_text('{"step": 0, "loss": 1.0}\n' + rest)
     with JsonLines(path) as run:
         run.write(2, loss=3.0)
-    assert read_run(path).steps.tolist() == ([0, 1, 2] if rest else [0, 2])
+    back = read_run(path)
+    assert back.steps.tolist() == ([0, 1, 2] if rest else [0, 2])
+    assert back.get("loss").tolist() == ([1.0, 2.0, 3.0] if rest else [1.0, 3.0])
 
 
 @pytest.mark.parametrize("before", ["", '{"step": 0, "loss": 1.0}\n'])
