@@ -9,8 +9,6 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage._scaling import finite_check as readings
-from gainstage._scaling import gradients
 from gainstage.diagnostics import telemetry
 from gainstage.optimizers import SGD, LossScaleOptimizer, Variable
 
@@ -28,7 +26,7 @@ def planted(size, dtype):
 
     def check(position, value):
         tensor = jnp.ones(size, dtype).at[position].set(value.astype(dtype))
-        return optimizer.check_finite([jnp.zeros(3), tensor]), readings.all_finite({"a": tensor})
+        return optimizer.check_finite([jnp.zeros(3), tensor]), optimizer.check_finite({"a": tensor})
 
     return jax.jit(check)
 
@@ -76,34 +74,36 @@ def test_one_bad_element_skips_the_step(size, dtype, rng):
 def test_the_largest_finite_values_are_finite(dtype):
     """Tensors full of the largest value are finite: their sum and norm are not asked."""
     tensor = jnp.full(5000, jnp.finfo(dtype).max, dtype)
-    assert readings.all_finite([tensor, -tensor, None, jnp.zeros((0, 3))])
-    assert LossScaleOptimizer(SGD()).check_finite([tensor, -tensor])
-    assert readings.all_finite([])
+    check = LossScaleOptimizer(SGD()).check_finite
+    assert check([tensor, -tensor, None, jnp.zeros((0, 3))])
+    assert check([])
 
 
 def test_a_float64_gradient_beside_float16_ones():
     """Dtypes may be mixed in any order: the sums are those of float64."""
     with jax.enable_x64(True):
         grads = [jnp.ones(1, jnp.float64), jnp.ones(2**15, jnp.float16), jnp.ones(3, jnp.float32)]
-        norm = jax.jit(lambda grads: readings.read_gradients(grads, 1.0, norm=True).norm)(grads)
-        assert float(norm) == pytest.approx((2**15 + 4) ** 0.5, rel=1e-6)
-        assert (
-            bool(readings.read_gradients([*grads, jnp.array([jnp.inf], jnp.float16)]).finite)
-            is False
-        )
+        tx = gs.with_loss_scale(optax.sgd(0.1), gs.FixedLossScale(1.0), telemetry=True)
+        state = jax.jit(tx.update)(grads, tx.init(grads), grads)[1]
+        assert float(telemetry(state).grad_norm) == pytest.approx((2**15 + 4) ** 0.5, rel=1e-6)
+        grads += [jnp.array([jnp.inf], jnp.float16)]
+        assert not tx.update(grads, tx.init(grads), grads)[1].applied
 
 
 # Asked for in pytorch#74739 (float16 gradients).
 @pytest.mark.as_users
 def test_unscaling_is_never_done_in_half():
     """A float16 gradient divided by 2**15 is not flushed; float64 stays float64."""
-    tiny = jnp.float16(2.0**-14)
-    assert float(gradients.unscale([tiny], jnp.float32(2.0**15))[0]) == 2.0**-29
+
+    def unscaled(gradient, scale):
+        tx = gs.with_loss_scale(optax.identity(), gs.FixedLossScale(scale))
+        return tx.update(gradient, tx.init(gradient), gradient, loss_scale=scale)[0]
+
+    assert float(unscaled(jnp.float16(2.0**-14), 2.0**15)) == 2.0**-29
     with jax.enable_x64(True):
-        (wide,) = gradients.unscale([jnp.float64(1) / 3], jnp.float32(2.0))
+        wide = unscaled(jnp.float64(1) / 3, 2.0)
         assert (wide.dtype, float(wide)) == (jnp.float64, 1 / 6)
-        (wide,) = gradients.unscale([jnp.float64(1)], jnp.float32(3.0))
-        assert float(wide) == 1 / 3
+        assert float(unscaled(jnp.float64(1), 3.0)) == 1 / 3
 
 
 @pytest.mark.parametrize("name", ["clipvalue", "clipnorm", "global_clipnorm"])
@@ -111,20 +111,18 @@ def test_unscaling_is_never_done_in_half():
 def test_clipping_is_that_of_numpy(name, limit, rng):
     """Each clip agrees with float64 numpy, leaves small gradients alone, and keeps zeros."""
     grads = [rng.normal(size=(4, 3)), np.zeros(5), rng.normal(size=7) * 3]
-    arrays, clip = [None, *map(jnp.float32, grads)], gradients.Clip(name, limit)
-    norms = readings.norms(arrays, clip)
-    clipped = [
-        g and g.value() for g in gradients.clipped(gradients.as_gradients(arrays), clip, norms)
-    ]
-    assert clipped[0] is None
+    variables = [Variable(np.zeros(g.shape, np.float32)) for g in (np.ones(2), *grads)]
+    with pytest.warns(UserWarning, match="No gradient for"):
+        SGD(1.0, **{name: limit}).apply([None, *map(np.float32, grads)], variables)
+    assert variables[0].tolist() == [0.0, 0.0]
     norm = np.sqrt(sum((g**2).sum() for g in grads))
-    for actual, g in zip(clipped[1:], grads, strict=True):
+    for variable, g in zip(variables[1:], grads, strict=True):
         expected = {
             "clipvalue": np.clip(g, -limit, limit),
             "clipnorm": g * limit / max(np.linalg.norm(g), limit),
             "global_clipnorm": g * limit / max(norm, limit),
         }[name]
-        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+        np.testing.assert_allclose(variable.numpy(), -expected, rtol=1e-6)
 
 
 @pytest.mark.as_users
@@ -137,10 +135,8 @@ def test_an_infinite_norm_is_not_finite(name):
     opt.apply(huge, [var])
     assert var.numpy().tolist() == [1] * 16
     assert float(opt.loss_scale) == 1.0
-    clip = gradients.Clip(name, 1.0)
-    norms = readings.norms(huge, clip)
-    (clipped,) = gradients.clipped(gradients.as_gradients(huge), clip, norms)
-    assert jnp.isnan(clipped.value()).all()
+    SGD(1.0, **{name: 1.0}).apply(huge, [var])
+    assert np.isnan(var.numpy()).all()
 
 
 @pytest.mark.parametrize(
@@ -237,19 +233,23 @@ def test_large_gradients_are_not_taken_for_inf():
 def test_norms_at_any_scale(element, scale):
     """The norm of true gradients is right if it is a float32 number, at any scale."""
     gradient = np.float32(2.0**element * np.random.default_rng(0).uniform(0.5, 1, 9000))
-    clip = gradients.Clip("clipnorm", 2.0**-100)
-    found = readings.read_gradients([jnp.asarray(gradient)], jnp.float32(2.0**scale), clip)
+    rule, w = gs.FixedLossScale(2.0**scale), Variable(np.zeros(9000))
+    opt = LossScaleOptimizer(SGD(1.0, clipnorm=2.0**-100), loss_scale=rule, telemetry=True)
+    opt.apply([gradient], [w])
     expected = np.linalg.norm(gradient.astype(float)) / 2.0**scale
-    assert bool(found.finite)
-    np.testing.assert_allclose(np.float64(found.norms[0]), expected, rtol=1e-6)
+    assert bool(telemetry(opt).finite)
+    np.testing.assert_allclose(np.float64(telemetry(opt).grad_norm), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_nan_changes_no_other_norm(dtype):
     """With `clipnorm` the norm of each gradient is its own, whatever the others hold."""
+    variables = [Variable(np.zeros(9000, np.float32)) for _ in range(5)]
     grads = [jnp.full(9000, value, dtype) for value in (2.0, np.nan, 0.5, np.inf, 1.0)]
-    norms = np.float64(readings.norms(grads, gradients.Clip("clipnorm", 1.0))) / 9000**0.5
-    np.testing.assert_allclose(norms, [2.0, np.nan, 0.5, np.inf, 1.0], rtol=1e-6)
+    SGD(1.0, clipnorm=1.0).apply(grads, variables)
+    expected = [-(9000**-0.5), np.nan, -(9000**-0.5), np.nan, -(9000**-0.5)]
+    for variable, each in zip(variables, expected, strict=True):
+        np.testing.assert_allclose(variable.numpy(), np.full(9000, each), rtol=1e-6)
 
 
 @pytest.mark.as_users
