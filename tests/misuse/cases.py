@@ -207,9 +207,6 @@ gs.train_step(plain)(gs.TrainState.create(w, sgd).replace(opt_state=sgd.init(w))
     "no with_loss_scale at all, in value_and_grad": ("refused", NOT_WRAPPED, """
 gs.value_and_grad(plain, sgd.init(w))
 """),
-    "a wrapper in a wrapper": ("refused", "LossScaleOptimizer", """
-gs.optimizers.LossScaleOptimizer(gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD()))
-"""),
     "a wrapper around optax's own": ("works", "", """
 v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.from_optax(optax.sgd(0.1)))
 opt.minimize(lambda: v * v, [v]); assert float(v) < 1
@@ -324,9 +321,8 @@ nnx.grad(gs.autocast(lambda m, x: jnp.mean(norm(m(x)))))(m, X)
 state = jax.tree.map(lambda x: jnp.stack([x] * 2), gs.TrainState.create(w, sgd))
 jax.pmap(gs.train_step(plain))(state, jnp.ones(2))
 """),
-    "apply without scale_loss": ("warns", "no loss was multiplied", """
+    "apply without scale_loss": ("warns", "no loss was multiplied by it: use `minimize`", """
 v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD())
-print(opt.loss_scale)
 for _ in range(3): opt.apply([1.0], [v])
 """),
     "true gradients after minimize": ("warns", "no loss was multiplied", """
@@ -711,15 +707,6 @@ gs.GradScaler()
     "an importer as a name of the package": ("refused", "It is in gainstage.interop.importers", """
 gs.from_torch({})
 """),
-    "a scale of 0": ("refused", "initial_loss_scale", """
-gs.DynamicLossScale(0.0)
-"""),
-    "an infinite scale": ("refused", "loss_scale_value", """
-gs.FixedLossScale(float('inf'))
-"""),
-    "a minimum above the maximum": ("refused", "min_scale", """
-gs.DynamicLossScale(min_scale=8.0, max_scale=4.0)
-"""),
     "update with gradients": ("refused", "update\\(state, finite\\)", """
 gs.DynamicLossScale().update([w])
 """),
@@ -749,9 +736,6 @@ assert len(calls) == 1, len(calls)
     "retries of an optimizer with a fixed scale": ("warns", "leave `retries` out", """
 v = gs.optimizers.Variable(1.0); opt = gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(), loss_scale=gs.FixedLossScale(8.0))
 for _ in range(3): opt.minimize(lambda: v * v, [v], retries=2)
-"""),
-    "a negative number of retries": ("refused", "retries", """
-gs.train_step(plain, retries=-1)
 """),
     # ── what the loss returns, and what it gets ──────────────────────────────────────────────
     "a loss that is a vector": ("refused", "scalar loss", """
@@ -1019,9 +1003,6 @@ with Alarms() as alarms:
     for n in range(20): alarms.write(20 + n, jax.tree.map(lambda x: x[n], infos))
 """),
     # ── optimizers ───────────────────────────────────────────────────────────────────────────
-    "one optimizer in two wrappers": ("refused", "already wrapped", """
-inner = gs.optimizers.SGD(); one = gs.optimizers.LossScaleOptimizer(inner); gs.optimizers.LossScaleOptimizer(inner)
-"""),
     "an optax transformation for an optimizer": ("refused", "Use gainstage.optimizers.from_optax\\(tx\\), or gainstage.with_loss_scale\\(tx\\).", """
 gs.optimizers.LossScaleOptimizer(sgd)
 """),
@@ -1031,20 +1012,8 @@ gs.with_loss_scale(gs.optimizers.Adam())
     "a number for a transformation": ("refused", "Expected an optax.GradientTransformation for tx; got 0.1.", """
 gs.with_loss_scale(0.1)
 """),
-    "an option on both": ("refused", "clipnorm", """
-gs.optimizers.LossScaleOptimizer(gs.optimizers.SGD(clipnorm=1.0), clipnorm=2.0)
-"""),
-    "two clips": ("refused", "at most one", """
-gs.optimizers.SGD(clipnorm=1.0, clipvalue=1.0)
-"""),
-    "an unknown variable": ("refused", "built with", """
-v, u = gs.optimizers.Variable(1.0), gs.optimizers.Variable(1.0); opt = gs.optimizers.SGD(); opt.build([v]); opt.apply([1.0], [u])
-"""),
     "a gradient of another shape": ("refused", "shape", """
 v = gs.optimizers.Variable(w); gs.optimizers.SGD().apply([jnp.ones(4)], [v])
-"""),
-    "a string for a rate": ("refused", "learning_rate", """
-gs.optimizers.SGD('0.1')
 """),
     "a read in plain jax.jit": ("refused", "gainstage", """
 v = gs.optimizers.Variable(1.0); opt = gs.optimizers.SGD(0.1); opt.build([v])
@@ -1064,9 +1033,6 @@ jnp.sum(gs.optimizers.Variable(w))
     "a rate that is assigned": ("works", "", """
 v = gs.optimizers.Variable(1.0); opt = gs.optimizers.SGD(0.1); opt.build([v]); opt.learning_rate = 0.5
 opt.apply([1.0], [v]); assert float(v) == 0.5
-"""),
-    "decay that is excluded too late": ("refused", "before build", """
-v = gs.optimizers.Variable(1.0); opt = gs.optimizers.SGD(); opt.build([v]); opt.exclude_from_weight_decay([v])
 """),
     "decay that is excluded from another decay": ("refused", r"mask=\[True, False\]", """
 v, b = gs.optimizers.Variable(1.0), gs.optimizers.Variable(1.0, name="bias")
@@ -1130,9 +1096,6 @@ v = gs.optimizers.Variable(1.0); opt = gs.optimizers.SGD(); opt.build([v]); opt.
 """),
     "a missing gradient": ("warns", "No gradient for", """
 v, u = gs.optimizers.Variable(1.0), gs.optimizers.Variable(1.0); gs.optimizers.SGD().apply([1.0, None], [v, u])
-"""),
-    "only missing gradients": ("refused", "at least one", """
-v = gs.optimizers.Variable(1.0); gs.optimizers.SGD().apply([None], [v])
 """),
     # ── models ───────────────────────────────────────────────────────────────────────────────
     "an NNX model": ("works", "", """

@@ -47,15 +47,6 @@ def test_a_compiled_function_shows_its_name_and_its_state():
     assert repr(step) == "<gainstage.optimizers.jit of <lambda>: 1 variables, donate=True>"
 
 
-def test_gradients_of_a_loss_that_nobody_scaled_are_warned_of_once():
-    """`apply` warns, once, if the scale that it divides by was never asked for."""
-    weight, opt = Variable(1.0), LossScaleOptimizer(gs.optimizers.SGD(0.5))
-    with pytest.warns(UserWarning, match="no loss was multiplied by it: use `minimize`"):
-        opt.apply([1.0], [weight])
-    with warnings.catch_warnings(action="error"):
-        opt.apply([jnp.ones(())])
-
-
 @pytest.mark.parametrize(
     "use",
     [
