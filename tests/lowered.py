@@ -56,6 +56,36 @@ def functional(tx):
     return jax.jit(step, donate_argnums=(0, 1)).lower(kinds, state, kinds)
 
 
+def network(params, x):
+    """A loss with a product, a normalisation and a softmax in each of two layers."""
+    for layer in params:
+        h = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+        x = x + jax.nn.softmax(h @ layer["up"]) @ layer["down"] + layer["bias"]
+    return jnp.mean(x**2)
+
+
+def of_network():
+    """The state of a network before the first step."""
+    layer = {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64)), "bias": jnp.ones(64)}
+    return gs.TrainState.create([layer, layer], optax.adam(1e-3))
+
+
+def trained(dtype=None, **options):
+    """The `train_step` of a network, in a dtype."""
+    loss_fn = network if dtype is None else gs.autocast(network, dtype)
+    return gs.train_step(loss_fn, **options).lower(of_network(), jnp.ones((32, 64)))
+
+
+def in_halves():
+    """A step of `value_and_grad` and `apply_gradients`."""
+
+    def step(state, x):
+        loss, extra, grads = state.value_and_grad(gs.autocast(network))(x)
+        return state.apply_gradients(grads, extra, loss=loss), loss
+
+    return jax.jit(step).lower(of_network(), jnp.ones((32, 64)))
+
+
 def scaled(inner, **options):
     """A wrapped optimizer, to be made later."""
     return lambda: gs.optimizers.LossScaleOptimizer(inner(), **options)
@@ -68,7 +98,7 @@ def adam(**options):
 
 CLIPPED = {"global_clipnorm": 1.0, "use_ema": True, "weight_decay": 0.01}
 WINDOW = {"gradient_accumulation_steps": 4, "clipnorm": 1.0}
-ADAPTIVE = {"rule": gs.AdaptiveLossScale(), "telemetry": True, "underflow_every": 10}
+ADAPTIVE = {"loss_scale": gs.AdaptiveLossScale(), "telemetry": True, "underflow_every": 10}
 PROGRAMS = {
     "sgd": lambda: stateful(lambda: SGD(0.1, 0.9)),
     "adam": lambda: stateful(adam()),
@@ -83,6 +113,12 @@ PROGRAMS = {
     "adaptive": lambda: stateful(scaled(adam(), **ADAPTIVE)),
     "optax": lambda: functional(gs.with_loss_scale(optax.adam(1e-3))),
     "optax telemetry": lambda: functional(gs.with_loss_scale(optax.adam(1e-3), telemetry=True)),
+    "float32 step": trained,
+    "float16 step": lambda: trained("float16"),
+    "bfloat16 step": lambda: trained("bfloat16"),
+    "retries": lambda: trained("float16", retries=True),
+    "microbatches": lambda: trained("float16", microbatches=4),
+    "step in halves": in_halves,
 }
 PLAIN = {
     "sgd in optax": lambda: functional(optax.sgd(0.1, 0.9)),
