@@ -114,11 +114,23 @@ def load(path: str | Path, like: Like | Callable[[], Like]) -> Like:
 
 
 def _shapes_of(make: Callable[[], Any]) -> Any:
-    """What a function would return, without its numbers; with them, if it cannot be traced."""
+    """What a function would return, without its numbers; with them, if it cannot be traced. Arrays
+    of numpy stay what they are."""
+    made = list[Any]()
+
+    def traced() -> Any:
+        whole = make()
+        made[:] = jax.tree.leaves(whole)
+        return whole
+
     try:
-        return jax.eval_shape(make)
+        leaves, structure = jax.tree.flatten(jax.eval_shape(traced))
     except Exception:  # such as one that iterates over an array of keys
         return make()
+    own = [x if isinstance(x, np.ndarray | np.generic) else None for x in made]
+    return structure.unflatten(
+        shape if x is None else x for shape, x in zip(leaves, own, strict=True)
+    )
 
 
 def _refuse_another(
@@ -167,8 +179,15 @@ def _on_host(name: str, x: Any) -> np.ndarray:
     """The numbers of an array, gathered from all devices."""
     if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
         raise TypeError(f"Expected arrays in the state; got {brief(x)} for {name!r}.")
+    if isinstance(x, np.ndarray | np.generic):
+        return np.asarray(x)  # of 64 bits too, which JAX would make 32
     array: Any = jax.random.key_data(x) if isinstance(x, jax.Array) and is_key(x) else x
-    array = jnp.asarray(array)
+    try:
+        array = jnp.asarray(array)
+    except OverflowError as error:
+        raise ValueError(
+            f"Expected a number of 32 bits; got {x} for {name!r}. Write numpy.int64({x})."
+        ) from error
     if not array.is_fully_addressable:
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)
@@ -180,6 +199,8 @@ def _placed(data: np.ndarray, like: Any, key: str | None) -> Any:
     if key is not None:
         array = jax.random.wrap_key_data(jnp.asarray(data), impl=key)
         return array if sharding is None else jax.device_put(array, sharding)
+    if isinstance(like, np.ndarray | np.generic):
+        return data if isinstance(like, np.ndarray) else data[()]
     if sharding is None or not getattr(like, "committed", True):
         return jnp.asarray(data)
     return jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
@@ -192,7 +213,8 @@ def _differences(file: TensorFile, leaves: Mapping[str, Any], keys: Mapping[str,
     for name, x in leaves.items():
         if name not in file.entries:
             continue
-        entry, shape, dtype = file.entries[name], jnp.shape(x), jnp.result_type(x)
+        entry, shape = file.entries[name], jnp.shape(x)
+        dtype = x.dtype if isinstance(x, np.ndarray | np.generic) else jnp.result_type(x)
         own = str(dtype) if jnp.issubdtype(dtype, jax.dtypes.prng_key) else None
         saved = _key_kind(keys[name]) if name in keys else None
         if own:
