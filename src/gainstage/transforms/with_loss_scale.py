@@ -1,5 +1,6 @@
 """Loss scaling for optax loops: the same rules, finite check and skip decision, on pytrees."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -32,6 +33,7 @@ from gainstage._variables.types import (
     Transformation,
     Tree,
 )
+from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import axis_names, created_over, divided_gradients
 from gainstage.rules.loss_scale import (
     FixedLossScale,
@@ -221,6 +223,9 @@ class ScaledTransformation:
         telemetry, every = check_telemetry(telemetry, underflow_every)
         self._scaling = ScaledStep(self.rule, telemetry, every)
         self._watches = self.rule != FixedLossScale(1.0)  # gradients times 1 are the true ones
+        self._fits = (
+            False  # whether an eager update got a state that fits: its loop is checked once
+        )
         # What decides what it does: two that are made alike of one `tx` do the same.
         self.key: tuple[Any, ...] = (self._tx, self.rule, telemetry, every, over)
 
@@ -347,16 +352,18 @@ class ScaledTransformation:
         inner: OptState,
     ) -> tuple[PyTree, OptState]:
         """The updates of `tx` and its state, for true gradients."""
+        inside = is_inside()
+        if inside or not self._fits:
+            if not _fits(self._tx, inner, grads):
+                refuse_other(self._tx, inner, grads, params)
+            self._fits |= not inside
         try:
             updates, new = updated_by(self._tx, grads, inner, params, {"grad": grads, **extra})
         except MissingArgumentError:
             raise
-        except Exception as error:  # of any kind, for a state of another transformation
+        except (TypeError, ValueError) as error:
             refuse_other(self._tx, inner, grads, error=error)
             raise
-        shapes = [[x.shape for x in jax.tree.leaves(t)] for t in (updates, grads, new, inner)]
-        if shapes[0] != shapes[1] or shapes[2] != shapes[3]:  # made for others, and broadcast
-            refuse_other(self._tx, inner, grads, params)
         if any(map(typed_sharding, jax.tree.leaves(inner))):
             new = jax.tree.map(typed_like, new, inner)
         return updates, new
@@ -396,6 +403,15 @@ class ScaledTransformation:
                 extra["value_fn"] = scaled_by_itself(extra["value_fn"], scale)
         if "loss" in self.rule.measures and extra.get("value") is None:
             warn(NO_LOSS.format(rule=type(self.rule).__name__))
+
+
+def _fits(tx: Transformation, state: OptState, grads: PyTree) -> bool:
+    """Whether `tx.init` makes such a state of such gradients; False too where it cannot tell."""
+    with contextlib.suppress(Exception):  # `refuse_other` looks at what is not as usual
+        kinds = jax.eval_shape(tx.init, grads), state
+        made, given = (jax.tree.map(lambda x: x.shape, tree) for tree in kinds)
+        return bool(made == given)
+    return False
 
 
 def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
