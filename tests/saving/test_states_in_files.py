@@ -138,19 +138,14 @@ def test_a_pytree_of_any_dtypes_and_names_comes_back(tmp_path_factory, tree):
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_numbers_of_numpy_keep_their_64_bits(tmp_path, lazy):
-    """What counts the examples that were read comes back whole, in a state and in a dictionary."""
+    """What counts the examples that were read comes back whole."""
     seen = {"seen": np.array(2**40 + 3), "time": np.float64(1 / 3), "half": np.ones(2, np.float16)}
-    state = gs.TrainState.create(jnp.ones(2), optax.sgd(0.1), extra=seen)
-    for number, whole in enumerate((seen, state)):
-        path = tmp_path / f"{number}.safetensors"
-        gs.save(path, whole)
-        like = jax.tree.map(lambda x: x if jnp.ndim(x) else type(x)(x), whole)
-        found = gs.load(path, (lambda like=like: like) if lazy else like)
-        found = found.extra if isinstance(found, gs.TrainState) else found
-        assert {name: (type(x), x.dtype) for name, x in found.items()} == {
-            name: (type(x), x.dtype) for name, x in seen.items()
-        }
-        assert bits(found) == bits(seen)
+    none = {"seen": np.array(0), "time": np.float64(0), "half": np.zeros(2, np.float16)}
+    gs.save(tmp_path / "numbers", seen)
+    found = gs.load(tmp_path / "numbers", (lambda: none) if lazy else none)
+    kinds, others = ({name: (type(x), x.dtype) for name, x in d.items()} for d in (found, seen))
+    assert kinds == others
+    assert {n: x.tobytes() for n, x in found.items()} == {n: x.tobytes() for n, x in seen.items()}
 
 
 def test_a_number_that_does_not_fit_is_refused(tmp_path):
