@@ -7,6 +7,7 @@ multiplies what the pass returns.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -17,8 +18,37 @@ import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import float0
 
-from gainstage._base._jax import JaxprEqn, Tracer, differentiations
+from gainstage._base._jax import JaxprEqn, Tracer, differentiations, trace_ctx
 from gainstage._programs.backward_at import backward_at, is_inexact, is_small_float, open_program
+
+
+class NeedsScaleError(Exception):
+    """Ends the trace of a loss that turns out to need a scale where it is too late for one."""
+
+
+@dataclasses.dataclass
+class Undecided:
+    """A loss that is traced, and that gets a scale if it turns out to need one.
+
+    Attributes:
+        is_asked_for: whether a function under `autocast` in float16 was called in it, and has
+            got the scale.
+        is_left_out: whether another function under `autocast` was called, and has got none.
+    """
+
+    is_asked_for: bool = False
+    is_left_out: bool = False
+    trace: Any = dataclasses.field(default_factory=lambda: trace_ctx.trace)
+
+    def answers(self, half: str) -> bool:
+        """Whether a function under `autocast` in a dtype gets the scale."""
+        if half != "float16":
+            self.is_left_out = True
+            return False
+        if trace_ctx.trace is not self.trace:  # one that is compiled inside would keep the scale
+            raise NeedsScaleError
+        self.is_asked_for = True
+        return True
 
 
 class _Scale(NamedTuple):
@@ -27,6 +57,7 @@ class _Scale(NamedTuple):
     value: jax.Array
     is_eager: bool  # whether it was given outside of a compiled function
     by: dict[int, Any]  # what differentiates the loss
+    undecided: Undecided | None
 
 
 _GIVEN: ContextVar[_Scale | None] = ContextVar("the scale of a loss", default=None)
@@ -36,13 +67,14 @@ _TRACED_FOR: Any = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def loss_times(scale: jax.Array) -> Iterator[None]:
+def loss_times(scale: jax.Array, undecided: Undecided | None = None) -> Iterator[None]:
     """Says to functions under `autocast` that are called inside of this context by which scale
-    the loss is multiplied that is computed there."""
+    the loss is multiplied that is computed there, or may be."""
     is_eager = not _is_tracing()
-    token = _GIVEN.set(_Scale(scale, is_eager, differentiations()))
+    is_same = is_eager or undecided is not None
+    token = _GIVEN.set(_Scale(scale, is_eager, differentiations(), undecided))
     try:
-        with contextlib.nullcontext() if is_eager else _TRACED_FOR(object()):
+        with contextlib.nullcontext() if is_same else _TRACED_FOR(object()):
             yield
     finally:
         _GIVEN.reset(token)
@@ -75,13 +107,16 @@ def of_no_loss() -> Iterator[None]:
         _USED.reset(tokens[1])
 
 
-def given_scale() -> jax.Array | None:
-    """The scale that `loss_times` has given, where it is one of the cotangents here; else None."""
+def given_scale(half: str) -> jax.Array | None:
+    """The scale that `loss_times` has given to a function under `autocast` in this dtype, where it
+    is one of the cotangents here; else None."""
     record = _GIVEN.get()
     if record is None:
         return None
     if differentiations().keys() - record.by.keys():  # a gradient inside of the loss, without it
         return None
+    if record.undecided is not None:
+        return record.value if record.undecided.answers(half) else None
     # A function that is compiled inside would keep the number of its first call.
     return None if record.is_eager and _is_tracing() else record.value
 

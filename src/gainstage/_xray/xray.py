@@ -104,8 +104,7 @@ def xray(
     is_cast, is_next, state = plan_of(loss_fn) is not None, False, None
     if args and isinstance(args[0], TrainState):
         state, *batch = args
-        extra = [] if state.extra is None else [state.extra]
-        args = (state.params, *extra, *batch)
+        args = (state.params, *([] if state.extra is None else [state.extra]), *batch)
     if scale is None and not needs_scale(loss_fn, args):
         scale = 1.0
     elif scale is None and state is not None:

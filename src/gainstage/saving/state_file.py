@@ -128,9 +128,8 @@ def _shapes_of(make: Callable[[], Any]) -> Any:
     except Exception:  # such as one that iterates over an array of keys
         return make()
     own = [x if isinstance(x, np.ndarray | np.generic) else None for x in made]
-    return structure.unflatten(
-        shape if x is None else x for shape, x in zip(leaves, own, strict=True)
-    )
+    kinds = [shape if x is None else x for shape, x in zip(leaves, own, strict=True)]
+    return jax.tree.unflatten(structure, kinds)
 
 
 def _refuse_another(

@@ -473,7 +473,7 @@ def _compare(
     def side(scale: jax.Array, arrays: list[Any]) -> tuple[jax.Array, PyTree, PyTree]:
         params, extra, _ = partition.combine(arrays)
         state = StateParts(params, None, extra, None)
-        backward = compute_gradients(loss_fn, state, lambda: scale, Changeable(batch).tree)
+        backward = compute_gradients(loss_fn, state, scale, Changeable(batch).tree)
         chosen = kind_of(params).chosen(params, backward.grads)
         return backward.loss, gradients.unscale(backward.grads, backward.scale), chosen
 

@@ -115,7 +115,7 @@ class _Changed(NamedTuple):
 def gradients_of_parts(
     loss: LossFunction,
     state: StateParts,
-    scale: Callable[[], jax.Array],
+    scale: jax.Array,
     batch: Sequence[PyTree],
     microbatches: Microbatches,
 ) -> tuple[Backward, PyTree]:
@@ -164,7 +164,7 @@ def gradients_of_parts(
     extra: Any = changed.extra
     if isinstance(found.extra, NewExtra):
         extra = NewExtra(changed.model, changed.extra)
-    used = None if found.scale is None else scale()
+    used = None if found.scale is None else scale
     return Backward(total, extra, aux, grads, used), changed.batch
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import float0
 
-from gainstage._base._jax import ClosedJaxpr, computed_by, jaxpr_as_fun, trace_ctx, values_in
+from gainstage._base._jax import ClosedJaxpr, computed_by, jaxpr_as_fun, values_in
 from gainstage._base.arrays import partition
 from gainstage._programs.backward_at import is_small_float
 from gainstage._programs.in_dtype import dtypes_and_names, has_small_floats
@@ -23,13 +23,6 @@ from gainstage._programs.true_cotangents import of_no_loss
 from gainstage._variables.bridge import recorded
 from gainstage.transforms.models import Changeable
 from gainstage.transforms.retrace import half_of
-
-
-def is_always_scaled(loss: Callable[..., Any]) -> bool:
-    """Whether a loss is multiplied by a scale whatever is in it: `autocast` in float16 says so.
-    Outside of a compiled function, where to look costs as much as the step, the scale does no
-    harm."""
-    return trace_ctx.is_top_level() or half_of(loss) == "float16"
 
 
 def is_small_inside(loss: Any, given: Sequence[Any]) -> bool | None:

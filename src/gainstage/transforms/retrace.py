@@ -106,7 +106,7 @@ def replayed(
 
     def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
         types = [variable.aval for variable in program.outvars]
-        with cotangents_times(given_scale()):
+        with cotangents_times(given_scale(half)):
             if IS_KEPT.value:
                 return as_float32_function(program, types)(*arrays)
             replay = begin(program)

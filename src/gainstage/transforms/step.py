@@ -180,9 +180,7 @@ class Step(NamedTuple):
         """A step without retries."""
         opt_state = state.opt_state
         current = state_to_scale_by(opt_state).rule_state.scale
-        backward, changes = gradients_of_parts(
-            self.loss, state, lambda: current, batch, self.microbatches
-        )
+        backward, changes = gradients_of_parts(self.loss, state, current, batch, self.microbatches)
         backward.tell_if_unused()
         grads, scale, options = backward.grads, backward.scale, dict[str, Any]()
         is_first = isinstance(opt_state, LossScaleState)  # others get the gradients first
@@ -252,7 +250,7 @@ class Step(NamedTuple):
                 return value(trainable)
 
         def gradients_at(trainable: PyTree, number: Any) -> PyTree:
-            found, _ = gradients_of_parts(loss, at(trainable), lambda: scale, batch, parts)
+            found, _ = gradients_of_parts(loss, at(trainable), scale, batch, parts)
             return found.true_grads()
 
         return {"value_fn": value, "obj_fn": value_in_float32, "grad_fn": gradients_at}

@@ -1,7 +1,7 @@
 """The first half of a step: the loss of a train state, its gradients, and what it has changed."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ class NewExtra(NamedTuple):
 def compute_gradients(
     loss: LossFunction,
     state: StateParts,
-    scale: Callable[[], jax.Array],
+    scale: jax.Array,
     batch: Sequence[PyTree],
     named: Mapping[str, Any] | None = None,
 ) -> Backward:
@@ -50,7 +50,7 @@ def compute_gradients(
     Args:
         loss: what is differentiated.
         state: the state before the step.
-        scale: called for the loss scale, if the loss needs one.
+        scale: the loss scale, for a loss that needs one.
         batch, named: what the loss takes beside the state.
     """
     model, loss = Changeable(state.params), loss._replace(has_extra=state.extra is not None)
@@ -72,7 +72,7 @@ def compute_gradients(
 def compute_gradients_beside(
     loss: LossFunction,
     state: StateParts,
-    scale: Callable[[], jax.Array],
+    scale: jax.Array,
     batch: Sequence[PyTree],
     named: Mapping[str, Any],
 ) -> Backward:

@@ -324,8 +324,8 @@ class TrainState(Generic[Params]):
         scale = state_to_scale_by(self.opt_state).rule_state.scale
 
         def true(*batch: Any, **kwargs: Any) -> tuple[Any, ...]:
-            read = lambda: marked(scale, "scale")  # noqa: E731
-            found = compute_gradients_beside(loss, self._parts, read, batch, kwargs)
+            factor = marked(scale, "scale")
+            found = compute_gradients_beside(loss, self._parts, factor, batch, kwargs)
             found.tell_if_unused()
             aux = [found.aux] if has_aux else []
             extra, started = found.extra, ((self.params, self.extra), (batch, kwargs))

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._base import checks
-from gainstage._base._jax import is_written_zero, values_in
+from gainstage._base._jax import is_written_zero, trace_ctx, values_in
 from gainstage._base.checks import brief
 from gainstage._base.warn import warn
 from gainstage._programs.degrees import NO_SCALE
-from gainstage._programs.true_cotangents import called_at, loss_times
+from gainstage._programs.true_cotangents import NeedsScaleError, Undecided, called_at, loss_times
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import all_finite
 from gainstage._variables.sharding import summed_over
@@ -28,7 +28,8 @@ from gainstage.transforms.models import (
     kind_of,
     only_integers,
 )
-from gainstage.transforms.needs_scale import is_always_scaled, is_small_inside, needs_scale
+from gainstage.transforms.needs_scale import is_small_inside, needs_scale
+from gainstage.transforms.retrace import half_of
 from gainstage.transforms.updates import selected
 
 
@@ -103,7 +104,7 @@ def value_and_grad(
     def true(*args: Any, **kwargs: Any) -> Any:
         objects = Changeable((args, kwargs))
         own_args, own_kwargs = objects.tree
-        found = loss_fn.backward(lambda: marked(scale, "scale"), own_args, own_kwargs, argnums)
+        found = loss_fn.backward(marked(scale, "scale"), own_args, own_kwargs, argnums)
         found.tell_if_unused()
         if changes := objects.changes():
             kept = selected(changes, objects.before(changes), all_finite(found.grads))
@@ -180,10 +181,6 @@ class Backward(NamedTuple):
         return marked(grads, "summed", over) if over else grads
 
 
-class _NeedsScaleError(Exception):
-    """Ends the trace of a loss without a scale, which turns out to need one."""
-
-
 class LossFunction(NamedTuple):
     """A function that returns a loss, or a loss with more, and how it is differentiated.
 
@@ -200,17 +197,21 @@ class LossFunction(NamedTuple):
 
     def backward(
         self,
-        scale: Callable[[], jax.Array],
+        scale: jax.Array,
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
         argnums: Any = 0,
     ) -> Backward:
-        """Differentiates the loss at these arguments, times `scale()` if something in it is in
-        float16 or float8. Without them it is traced once, and nothing is multiplied."""
-        if not is_always_scaled(self.fun):
-            with contextlib.suppress(_NeedsScaleError):
-                return self.backward_at(None, args, kwargs, argnums)
-        return self.backward_at(scale(), args, kwargs, argnums)
+        """Differentiates the loss at these arguments, times the scale if something in it is in
+        float16 or float8, and as it is if not. In a compiled function that is read from the one
+        trace which the gradient takes anyway."""
+        if trace_ctx.is_top_level():
+            needs = needs_scale(self.fun, args, kwargs)
+            return self.backward_at(scale if needs else None, args, kwargs, argnums)
+        if half_of(self.fun) != "float16":
+            with contextlib.suppress(NeedsScaleError):
+                return self.backward_at(scale, args, kwargs, argnums, is_decided=False)
+        return self.backward_at(scale, args, kwargs, argnums)
 
     def backward_at(
         self,
@@ -218,31 +219,37 @@ class LossFunction(NamedTuple):
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
         argnums: Any = 0,
+        *,
+        is_decided: bool = True,
     ) -> Backward:
         """Differentiates the loss times `scale` at these arguments, the library of which chooses
-        what differentiates.
+        what differentiates; if it is not decided, only a loss that needs the scale.
 
         Raises:
-            _NeedsScaleError: `scale` is None, and the loss needs one.
+            NeedsScaleError: it was not decided, and another trace has to know.
         """
 
         @functools.wraps(self.fun, updated=())  # NNX finds the names of arguments in the signature
-        def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, PyTree, Any]]:
+        def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[Any, ...]]:
             given = values_in((args, kwargs))
+            undecided = None if is_decided else Undecided()
             try:
-                with contextlib.nullcontext() if scale is None else loss_times(scale):
+                with contextlib.nullcontext() if scale is None else loss_times(scale, undecided):
                     result = self.fun(*args, **kwargs)
             except Exception as error:
                 explain(error)
                 raise
             loss, extra, aux = self.parts(result, args)
             true = gradients.upcast(loss)
-            if scale is not None:
-                return gradients.scaled(loss, scale), (true, extra, aux)
-            is_small = is_small_inside(loss, given)
-            if needs_scale(self.fun, args, kwargs) if is_small is None else is_small:
-                raise _NeedsScaleError
-            return true, (true, extra, aux)
+            needs = scale is not None
+            if undecided is not None and not undecided.is_asked_for:
+                is_small = is_small_inside(loss, given)
+                needs = needs_scale(self.fun, args, kwargs) if is_small is None else is_small
+            if needs and undecided is not None and undecided.is_left_out:
+                raise NeedsScaleError
+            if scale is None or not needs:
+                return true, (true, extra, aux, None)
+            return gradients.scaled(loss, scale), (true, extra, aux, ())
 
         by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
         chosen: Sequence[Any] = argnums if isinstance(argnums, Sequence) else [argnums]
@@ -250,8 +257,8 @@ class LossFunction(NamedTuple):
         params = [args[n] for n in numbers if -len(args) <= n < len(args)]
         using = self.using or kind_of(*params, beside=args).value_and_grad
         (_, parts), grads = using(scaled, has_aux=True, **by)(*args, **(kwargs or {}))
-        loss, extra, aux = parts
-        return Backward(loss, extra, aux, grads, scale)
+        loss, extra, aux, is_scaled = parts  # the last is told by the structure: () or None
+        return Backward(loss, extra, aux, grads, None if is_scaled is None else scale)
 
     def parts(self, result: Any, args: Sequence[Any] = ()) -> tuple[Any, PyTree, Any]:
         """The loss, the extra and aux of what the function has returned; None for what is none."""
