@@ -273,6 +273,19 @@ def everywhere(values, spec=()):
     return jax.make_array_from_single_device_arrays(shape, layout, parts)
 
 
+def test_random_keys_are_compared_too():
+    """A state has keys in its extra, which are no numbers."""
+    mesh = worker.mesh_of()
+    key = jax.device_put(jax.random.key(0), NamedSharding(mesh, PartitionSpec()))
+    assert distributed.check_replicas({"key": key, "w": everywhere([np.ones((8, 6))] * 8)})
+    parts = [
+        jax.device_put(jax.random.key(int(i == 3)), d) for i, d in enumerate(mesh.devices.flat)
+    ]
+    layout = NamedSharding(mesh, PartitionSpec())
+    other = jax.make_array_from_single_device_arrays((), layout, parts)
+    assert not distributed.check_replicas({"key": other})
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int8", "bool"])
 @pytest.mark.parametrize("device", range(8))
 def test_a_replica_that_differs_in_one_bit_is_found(device, dtype):

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage import __version__
 from gainstage._base._jax import multihost_utils
+from gainstage._base.arrays import is_key
 from gainstage._base.configurable import readable
 from gainstage._variables.bridge import read
 from gainstage._variables.sharding import axes_of, is_first, on_mesh
@@ -155,6 +156,8 @@ def hashes(array: jax.Array, number: int = 0) -> jax.Array:
     odd. So a difference in one element, times the number of replicas, is never a multiple of
     `2**32`.
     """
+    if is_key(array):
+        array = jax.random.key_data(array)
     if array.dtype == bool:
         array = array.astype(jnp.uint8)
     if jnp.iscomplexobj(array):
