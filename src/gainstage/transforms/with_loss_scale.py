@@ -227,11 +227,11 @@ class ScaledTransformation:
             False  # whether an eager update got a state that fits: its loop is checked once
         )
         # What decides what it does: two that are made alike of one `tx` do the same.
-        self.key: tuple[Any, ...] = (self._tx, self.rule, telemetry, every, over)
+        self.key: tuple[Any, ...] = (tx.init, tx.update, self.rule, telemetry, every, over)
 
     def around(self, tx: Transformation) -> optax.GradientTransformationExtraArgs:
         """Another transformation with the same loss scale and telemetry around it."""
-        _, _, telemetry, every, over = self.key
+        *_, telemetry, every, over = self.key
         rule: LossScaleLike = self.rule if self._is_chosen else "dynamic"
         return ScaledTransformation(tx, rule, telemetry, every, over=over).as_optax()
 
