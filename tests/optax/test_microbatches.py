@@ -70,15 +70,23 @@ def test_parts_of_unequal_length_count_by_their_weight(count):
     assert difference(jax.tree.map(jnp.subtract, params(), state.params), grads) < 3e-3
 
 
-def test_a_batch_that_counts_nothing_is_skipped():
-    """If no part has a token, the step is skipped, as one of the whole batch is."""
-    state = gs.TrainState.create(params(), optax.sgd(1.0))
-    step = gs.train_step(gs.autocast(of_tokens), microbatches=4, weight=tokens, donate=False)
-    new, loss = step(state, X, Y, 0 * MASK)
-    assert not new.applied
-    assert np.isnan(loss)
-    assert new.loss_scale == state.loss_scale
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("rule", [gs.DynamicLossScale(8.0, 2), gs.AdaptiveLossScale(8.0)])
+@pytest.mark.parametrize("of", [of_tokens, lambda *args: jnp.nan_to_num(of_tokens(*args))])
+def test_a_batch_that_counts_nothing_is_skipped(count, rule, of):
+    """If no part has a token, the step is skipped, and neither the loss scale nor its counts change
+    for it, whether the loss is NaN then or 0."""
+    state = gs.TrainState.create(params(), optax.sgd(1.0), loss_scale=rule)
+    step = gs.train_step(gs.autocast(of), microbatches=count, weight=tokens, donate=False)
+    new = state
+    for _ in range(4):
+        new, loss = step(new, X, Y, 0 * MASK)
+        assert not new.applied
+        assert np.isnan(loss)
+    assert new.opt_state.rule_state == state.opt_state.rule_state
+    assert int(new.step) == 0
     np.testing.assert_array_equal(new.params["a"], state.params["a"])
+    assert step(new, X, Y, MASK)[0].applied
 
 
 def test_a_part_that_counts_nothing_changes_nothing():

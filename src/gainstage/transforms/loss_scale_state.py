@@ -83,9 +83,8 @@ def _remedy(tree: PyTree, found: Sequence[LossScaleState]) -> str:
     )
 
 
-# What keeps or hides a non-finite gradient if it stands around `with_loss_scale`, by the name of
-# its
-# state: what to write instead, and why.
+# What keeps or hides a non-finite gradient around `with_loss_scale`, by the name of its state: what
+# to write instead, and why.
 _AROUND = {
     "MultiStepsState": (
         "optax.MultiSteps(tx, k)",
@@ -209,14 +208,19 @@ def retried(opt_state: OptState) -> OptState:
 def with_first_scale_if_skipped(last: OptState, first: OptState) -> OptState:
     """The state after the last try of a step, with the loss scale after the first if none was
     applied."""
-    (once,) = states_in(first)
+    return with_rule_state_of(first, last, ~loss_scale_state(last).applied)
+
+
+def with_rule_state_of(other: OptState, opt_state: OptState, keeps: jax.Array) -> OptState:
+    """An optax state, with the loss scale and the counts of another one where `keeps` is True."""
+    (old,) = states_in(other)
 
     def changed(state: LossScaleState) -> LossScaleState:
-        chosen = functools.partial(jnp.where, state.applied)
-        scale = jax.tree.map(chosen, state.rule_state, once.rule_state)
+        chosen = functools.partial(jnp.where, keeps)
+        scale = jax.tree.map(chosen, old.rule_state, state.rule_state)
         return state._replace(rule_state=scale)
 
-    return _with_states(changed, last)
+    return _with_states(changed, opt_state)
 
 
 def with_scale(opt_state: OptState, scale: ArrayLike) -> OptState:
@@ -284,6 +288,7 @@ class StepScalars(NamedTuple):
 
     rule_state: RuleState
     applied: jax.Array
+    is_scaled: jax.Array
     info: Any  # of the telemetry, if there is some
 
 
@@ -294,9 +299,10 @@ def without_scalars(opt_state: OptState) -> tuple[OptState, list[StepScalars]]:
 
     def split(state: LossScaleState) -> LossScaleState:
         stats = state.observed
-        scalars.append(StepScalars(state.rule_state, state.applied, stats and stats.info))
+        own = state.rule_state, state.applied, state.is_scaled
+        scalars.append(StepScalars(*own, stats and stats.info))
         stats = stats and stats._replace(info=None)
-        return state._replace(rule_state=None, applied=None, observed=stats)
+        return state._replace(rule_state=None, applied=None, is_scaled=None, observed=stats)
 
     return _with_states(split, opt_state), scalars
 

@@ -125,9 +125,11 @@ def gradients_of_parts(
     Returns:
         What `compute_gradients` returns for the whole, and the changes of the objects in the batch.
     """
+    shares = microbatches.shares(batch)
     if microbatches.count == 1:
         objects = Changeable(tuple(batch))
-        return compute_gradients(loss, state, scale, objects.tree), objects.changes()
+        whole = compute_gradients(loss, state, scale, objects.tree)
+        return _if_any_counts(shares, whole), objects.changes()
 
     def of_part(changed: _Changed, number: Any) -> tuple[Backward, _Changed]:
         model, objects = Changeable(state.params).tree, Changeable(tuple(batch)).tree
@@ -147,7 +149,6 @@ def gradients_of_parts(
         Changeable(tuple(batch)).before(changes.batch),
     )
     sums = jax.tree.map(_sum_of_none, (found.loss, found.grads))
-    shares = microbatches.shares(batch)
 
     def add(carry: tuple[Any, _Changed], number: jax.Array) -> tuple[Any, Any]:
         sums, before = carry
@@ -159,13 +160,20 @@ def gradients_of_parts(
 
     carry, aux = lax.scan(add, (sums, start), jnp.arange(microbatches.count))
     (total, grads), changed = carry
-    if isinstance(shares, jax.Array):  # a batch of which no part counts has no loss
-        total = jnp.where(shares.any(), total, jnp.nan)
     extra: Any = changed.extra
     if isinstance(found.extra, NewExtra):
         extra = NewExtra(changed.model, changed.extra)
     used = None if found.scale is None else scale
-    return Backward(total, extra, aux, grads, used), changed.batch
+    return _if_any_counts(shares, Backward(total, extra, aux, grads, used)), changed.batch
+
+
+def _if_any_counts(shares: jax.Array | float, found: Backward) -> Backward:
+    """What a batch has led to. One of which no part counts has no loss, and no gradients."""
+    if isinstance(shares, float):
+        return found
+    counts = shares.any()
+    grads = jax.tree.map(lambda g: jnp.where(counts, g, jnp.zeros_like(g)), found.grads)
+    return found._replace(loss=jnp.where(counts, found.loss, jnp.nan), grads=grads, counts=counts)
 
 
 def _sum_of_none(like: Any) -> jax.Array:

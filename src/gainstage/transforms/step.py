@@ -22,6 +22,7 @@ from gainstage.transforms.loss_scale_state import (
     retried,
     state_to_scale_by,
     with_first_scale_if_skipped,
+    with_rule_state_of,
 )
 from gainstage.transforms.microbatches import Microbatches, gradients_of_parts
 from gainstage.transforms.models import (
@@ -192,8 +193,8 @@ class Step(NamedTuple):
             options["loss_scale"] = scale
         if scale is None or not is_first:
             grads = gradients.unscale(grads, scale)
-        if self.microbatches.weight is not None:  # nothing may count, which is no overflow
-            options["apply_if"] = jnp.isfinite(backward.loss)
+        if backward.counts is not None:
+            options["apply_if"] = backward.counts
         step = functools.partial(
             apply_gradients, self.tx, state, grads, backward.extra, backward.loss, **options
         )
@@ -202,6 +203,9 @@ class Step(NamedTuple):
         except MissingArgumentError as error:
             functions = self._functions(state, batch)
             new = step(**{name: functions[name] for name in error.names if name in functions})
+        if backward.counts is not None:  # nothing may count, which is no good step either
+            kept = with_rule_state_of(opt_state, new.opt_state, ~backward.counts)
+            new = new._replace(opt_state=kept)
         arrays, after = split(new.params, new.extra, (new.opt_state, new.step))
         if after.params != partition.params:
             raise ValueError(

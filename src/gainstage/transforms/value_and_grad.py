@@ -163,6 +163,7 @@ class Backward(NamedTuple):
     aux: Any
     grads: PyTree  # still multiplied by the loss scale
     scale: jax.Array | None  # that scale; None if the loss needed none
+    counts: jax.Array | None = None  # a bool: whether a part of the batch counts; None for yes
 
     def tell_if_unused(self) -> None:
         """Warns if the loss uses none of the parameters."""
