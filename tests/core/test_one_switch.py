@@ -291,6 +291,25 @@ def test_a_part_of_the_batch_in_float16_is_enough():
     assert float(step(state, X.astype(jnp.float16), X)[0].loss_scale) == 2.0**15
 
 
+@pytest.mark.parametrize("inner", ["float16", "bfloat16"])
+@pytest.mark.parametrize("compiles", [jax.jit, lambda f: f], ids=["jit inside", "plain"])
+def test_autocast_inside_of_a_loss_is_found(inner, compiles):
+    """The loss itself is in float32, and what it prints is printed once in a step."""
+    printed = []
+    model = compiles(gs.autocast(lambda w, x: jnp.tanh(x @ w) @ w.T, inner))
+
+    def loss_fn(w, x):
+        loss = jnp.mean((model(w, x) - x) ** 2)
+        jax.debug.callback(printed.append, loss)
+        return loss
+
+    state = gs.TrainState.create(jnp.full((32, 16), 0.1), optax.sgd(0.01))
+    state, _ = gs.train_step(loss_fn)(state, X)
+    jax.effects_barrier()
+    assert float(state.loss_scale) == (2.0**15 if inner == "float16" else 1.0)
+    assert len(printed) == 1
+
+
 def own_step(state, loss_fn):
     """A step of halves that the user compiles."""
 
@@ -367,8 +386,8 @@ def test_a_batch_of_the_shape_of_the_weights_hides_nothing(way, dtype):
 
     if way == "a loop":
         after = loop(tx.init(w), w, x * jnp.nan)
-        assert float(gs.transforms.current_scale(after)) == 1.0
-        assert float(after.rule_state.scale) == 2.0**15
+        assert not after.is_scaled
+        assert float(gs.transforms.current_scale(after)) == 2.0**15
     else:
         state = step(gs.TrainState.create(w, tx), x * jnp.nan)
         assert float(state.loss_scale) == 1.0

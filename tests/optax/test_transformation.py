@@ -1091,9 +1091,21 @@ def test_the_scalars_of_an_earlier_state_can_be_read():
     assert int(step(new.replace(step=5))[0].step) == 6
 
 
-def test_states_of_two_calls_with_one_transformation_are_alike():
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.sgd(0.1),
+        optax.scale(-0.1),  # of no further arguments
+        optax.GradientTransformation(
+            lambda _: (), lambda g, s, _=None: (jax.tree.map(lambda g: -0.1 * g, g), s)
+        ),
+        optax.MultiSteps(optax.sgd(0.1), 2),
+    ],
+    ids=["sgd", "scale", "by hand", "MultiSteps"],
+)
+def test_states_of_two_calls_with_one_transformation_are_alike(tx):
     """They are stacked for `jax.vmap`, and one program steps both; another rule is another."""
-    tx, traces = optax.sgd(0.1), []
+    traces = []
 
     def loss_fn(w):
         traces.append(1)
@@ -1116,6 +1128,25 @@ def test_states_of_two_calls_with_one_transformation_are_alike():
     assert jax.vmap(step)(both)[1].tolist() == [3.0, 12.0]
     third = gs.TrainState.create(jnp.ones(3), tx, loss_scale=gs.DynamicLossScale(2.0**11))
     assert jax.tree.structure(third) != jax.tree.structure(pair[0])
+
+
+def test_scale_loss_scales_after_a_step_without_float16():
+    """A loss by hand in float16 keeps its small gradients, though the step before was in
+    float32 and had no scale."""
+    tx = gs.with_loss_scale(optax.sgd(1.0))
+
+    @jax.jit
+    def in_float32(w, state):
+        _, grads = gs.value_and_grad(lambda w: w * 0.0, state)(w)
+        return tx.update(grads, state, w)[1]
+
+    def in_float16(w):
+        return (w.astype(jnp.float16) * jnp.float16(1)).astype(jnp.float32) * 1e-8
+
+    w = jnp.float32(1.0)
+    for state in (tx.init(w), in_float32(w, tx.init(w))):
+        scaled = jax.grad(scale_loss(in_float16, state))(w)
+        assert float(scaled / current_scale(state)) == pytest.approx(1e-8, rel=1e-3)
 
 
 @pytest.mark.parametrize("how", ["call", "lower"])

@@ -61,10 +61,10 @@ class TrainState(Generic[Params]):
     keeps.
 
     A step whose gradients are not finite changes nothing but the loss scale: the parameters, the
-    state of the optimizer, `extra` and `step` stay bit for bit. A loss without float16 and float8
-    is not scaled, and its steps leave the scale alone. A state is a pytree, which works inside of
-    `jax.jit`, `jax.lax.scan`, `jax.vmap` and `jax.shard_map`, and is saved as any other. Its
-    transformation is static: no leaf, and left out by `pickle`.
+    state of the optimizer, `extra` and `step` stay bit for bit. In a compiled step a loss without
+    float16 and float8 is not scaled, and leaves the scale alone. A state is a pytree, which works
+    inside of `jax.jit`, `jax.lax.scan`, `jax.vmap` and `jax.shard_map`, and is saved as any other.
+    Its transformation is static: no leaf, and left out by `pickle`.
 
     Args:
         params: a pytree of arrays, or a model of Flax NNX or Equinox.

@@ -18,7 +18,7 @@ from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import all_finite
 from gainstage._variables.sharding import summed_over
 from gainstage._variables.types import Aux, OptState, P, PyTree, Scalar, Using
-from gainstage.transforms.loss_scale_state import state_to_scale_by, used_scale
+from gainstage.transforms.loss_scale_state import loss_scale_state, state_to_scale_by
 from gainstage.transforms.marks import marked
 from gainstage.transforms.models import (
     Changeable,
@@ -205,11 +205,9 @@ class LossFunction(NamedTuple):
     ) -> Backward:
         """Differentiates the loss at these arguments, times the scale if something in it is in
         float16 or float8, and as it is if not. In a compiled function that is read from the one
-        trace which the gradient takes anyway."""
-        if trace_ctx.is_top_level():
-            needs = needs_scale(self.fun, args, kwargs)
-            return self.backward_at(scale if needs else None, args, kwargs, argnums)
-        if half_of(self.fun) != "float16":
+        trace which the gradient takes anyway. Outside of one there is none, so the loss is scaled,
+        which does no harm."""
+        if not (trace_ctx.is_top_level() or half_of(self.fun) == "float16"):
             with contextlib.suppress(NeedsScaleError):
                 return self.backward_at(scale, args, kwargs, argnums, is_decided=False)
         return self.backward_at(scale, args, kwargs, argnums)
@@ -309,7 +307,8 @@ def _shape(loss: Any) -> object:
 def current_scale(opt_state: OptState) -> jax.Array:
     """Returns the loss scale, found anywhere inside an optax state: a float32 scalar.
 
-    It is that of `TrainState.loss_scale`: 1.0 if the last step had nothing in float16 or float8.
+    It is what `scale_loss` multiplies by. What the last step has used, 1.0 if it had nothing in
+    float16 or float8, is `TrainState.loss_scale`.
 
     Args:
         opt_state: as for `value_and_grad`.
@@ -324,7 +323,8 @@ def current_scale(opt_state: OptState) -> jax.Array:
         >>> print(gs.transforms.current_scale(tx.init(jnp.ones(3))))
         32768.0
     """
-    return used_scale(opt_state)
+    scale: jax.Array = loss_scale_state(opt_state).rule_state.scale
+    return scale
 
 
 @overload
@@ -353,7 +353,7 @@ def scale_loss(loss: Any, opt_state: OptState) -> Any:
             can hide an overflow.
     """
     state_to_scale_by(opt_state, in_any_place=True)
-    factor = marked(used_scale(opt_state), "scale")
+    factor = marked(current_scale(opt_state), "scale")
     if callable(loss):
         called = called_at(loss, lambda: factor)
         return lambda *args, **kwargs: gradients.scaled(called(*args, **kwargs), factor)
