@@ -80,7 +80,9 @@ def test_code_of_keras_needs_another_import_alone(tmp_path, monkeypatch):
         pytest.skip(reason)
     page, text = tmp_path / "keras.md", (DOCS / "from" / "keras.md").read_text()
     assert text.count("from keras.optimizers import LossScaleOptimizer  #") == 1
-    page.write_text(text.replace("from keras.optimizers import", "from gainstage.interop.keras import"))
+    page.write_text(
+        text.replace("from keras.optimizers import", "from gainstage.interop.keras import")
+    )
     found = watched(monkeypatch.setattr)
     examples = list(origins.run(page, "Keras 3.15"))
     assert [printed for _, printed in examples] == [shown for shown, _ in examples]
