@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,17 +89,19 @@ def rows_of(script: str, example: Example) -> dict[str, str]:
 
 
 def table(rows: dict[str, dict[str, str]]) -> str:
-    """The rows in Markdown; what is beside the three dtypes has a row of its own."""
+    """The rows in Markdown; what is beside the three dtypes has a row of its own, and examples that
+    end alike share one."""
     lines = [
         "| example | what is measured | float32 | bfloat16 | float16 |",
         "|---|---|---:|---:|---:|",
     ]
-    for script, example in EXAMPLES.items():
-        own = rows[script]
+    alike = groupby(EXAMPLES, key=lambda script: (EXAMPLES[script].measures, rows[script]))
+    for (measures, own), scripts in alike:
+        script = ", ".join(f"`{script}`" for script in scripts)
         cells = [own.get(dtype, "") for dtype in DTYPES]
-        lines.append(" | ".join([f"| `{script}`", example.measures, *cells]) + " |")
+        lines.append(" | ".join([f"| {script}", measures, *cells]) + " |")
         for name in own.keys() - set(DTYPES):
-            lines.append(f"| `{script}`, {name} | {example.measures} | | | **{own[name]}** |")
+            lines.append(f"| {script}, {name} | {measures} | | | **{own[name]}** |")
     return "\n".join(lines)
 
 

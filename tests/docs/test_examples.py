@@ -140,6 +140,4 @@ def test_the_page_has_each_script_and_the_numbers_of_the_study():
     assert {name for name in scripts if f"`{name}`" not in page} == set()
     for script, row in results.items():
         cells = " | ".join(row[dtype] for dtype in ("float32", "bfloat16", "float16"))
-        assert re.search(rf"^\| `{script}` \| .* \| {re.escape(cells)} \|$", page, re.MULTILINE), (
-            script
-        )
+        assert re.search(rf"^\| .*`{script}`.* \| .* \| {re.escape(cells)} \|$", page, re.M), script
