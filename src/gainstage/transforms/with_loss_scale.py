@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -352,18 +353,22 @@ class ScaledTransformation:
         inner: OptState,
     ) -> tuple[PyTree, OptState]:
         """The updates of `tx` and its state, for true gradients."""
-        inside = is_inside()
-        if inside or not self._fits:
-            if not _fits(self._tx, inner, grads):
-                refuse_other(self._tx, inner, grads, params)
-            self._fits |= not inside
         try:
             updates, new = updated_by(self._tx, grads, inner, params, {"grad": grads, **extra})
         except MissingArgumentError:
             raise
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # of any kind, for the state of another transformation
             refuse_other(self._tx, inner, grads, error=error)
             raise
+        trees = updates, grads, new, inner
+        shapes = [list(map(jnp.shape, jax.tree.leaves(tree))) for tree in trees]
+        if shapes[0] != shapes[1] or shapes[2] != shapes[3]:  # they were broadcast
+            refuse_other(self._tx, inner, grads, params)
+        elif (inside := is_inside()) or not self._fits:
+            passes_on = any(map(operator.is_, jax.tree.leaves(new), jax.tree.leaves(inner)))
+            if passes_on and not _fits(self._tx, inner, grads):  # the tx may not look at it at all
+                refuse_other(self._tx, inner, grads, params)
+            self._fits |= not inside
         if any(map(typed_sharding, jax.tree.leaves(inner))):
             new = jax.tree.map(typed_like, new, inner)
         return updates, new
