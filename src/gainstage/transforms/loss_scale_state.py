@@ -208,16 +208,16 @@ def retried(opt_state: OptState) -> OptState:
 def with_first_scale_if_skipped(last: OptState, first: OptState) -> OptState:
     """The state after the last try of a step, with the loss scale after the first if none was
     applied."""
-    return with_rule_state_of(first, last, ~loss_scale_state(last).applied)
+    return with_rule_state_unless(loss_scale_state(last).applied, last, first)
 
 
-def with_rule_state_of(other: OptState, opt_state: OptState, keeps: jax.Array) -> OptState:
-    """An optax state, with the loss scale and the counts of another one where `keeps` is True."""
+def with_rule_state_unless(stays: jax.Array, opt_state: OptState, other: OptState) -> OptState:
+    """An optax state, with the loss scale and the counts of another one unless `stays` is True."""
     (old,) = states_in(other)
 
     def changed(state: LossScaleState) -> LossScaleState:
-        chosen = functools.partial(jnp.where, keeps)
-        scale = jax.tree.map(chosen, old.rule_state, state.rule_state)
+        chosen = functools.partial(jnp.where, stays)
+        scale = jax.tree.map(chosen, state.rule_state, old.rule_state)
         return state._replace(rule_state=scale)
 
     return _with_states(changed, opt_state)

@@ -22,7 +22,7 @@ from gainstage.transforms.loss_scale_state import (
     retried,
     state_to_scale_by,
     with_first_scale_if_skipped,
-    with_rule_state_of,
+    with_rule_state_unless,
 )
 from gainstage.transforms.microbatches import Microbatches, gradients_of_parts
 from gainstage.transforms.models import (
@@ -204,7 +204,7 @@ class Step(NamedTuple):
             functions = self._functions(state, batch)
             new = step(**{name: functions[name] for name in error.names if name in functions})
         if backward.counts is not None:  # nothing may count, which is no good step either
-            kept = with_rule_state_of(opt_state, new.opt_state, ~backward.counts)
+            kept = with_rule_state_unless(backward.counts, new.opt_state, opt_state)
             new = new._replace(opt_state=kept)
         arrays, after = split(new.params, new.extra, (new.opt_state, new.step))
         if after.params != partition.params:
