@@ -95,7 +95,9 @@ def test_a_cell_that_is_run_again_is_told_what_to_do():
 def test_an_extra_that_is_missing_is_named(monkeypatch):
     """The error names the package, and the command that installs the extra with it."""
     monkeypatch.delitem(sys.modules, "gainstage.interop.tensorboard", raising=False)
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    imported = [name for name in sys.modules if name.startswith("tensorboardX.")]
+    for name in ("tensorboardX", *imported):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModuleNotFoundError) as error:
         importlib.import_module("gainstage.interop.tensorboard")
     assert str(error.value) == (

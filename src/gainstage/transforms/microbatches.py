@@ -169,7 +169,7 @@ def gradients_of_parts(
 
 def _if_any_counts(shares: jax.Array | float, found: Backward) -> Backward:
     """What a batch has led to. One of which no part counts has no loss, and no gradients."""
-    if isinstance(shares, float):
+    if not isinstance(shares, jax.Array):
         return found
     counts = shares.any()
     grads = jax.tree.map(lambda g: jnp.where(counts, g, jnp.zeros_like(g)), found.grads)
