@@ -325,3 +325,22 @@ def test_a_value_that_a_backward_pass_closes_over_is_not_differentiated_in_silen
 
     with pytest.raises((TypeError, Exception), match="clos"):
         of_value_and_grad(gs.autocast(loss), 2.0)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_a_model_that_was_compiled_before_gets_true_cotangents(name, half):
+    """A compiled model under `autocast` inside of a loss, which was evaluated first: its trace of
+    then knows no loss scale. Something else in the loss is in float16."""
+    model = jax.jit(gs.autocast(layer_of(passing(BACKWARD[name])), half))
+
+    def loss_fn(w, x):
+        small = (w.astype(jnp.float16) * jnp.float16(0)).astype(jnp.float32).sum()
+        return jnp.mean((model(w, x) - 1.5) ** 2) + small
+
+    model(W, X)
+    state = gs.TrainState.create(W, optax.sgd(1.0))
+    new, _ = gs.train_step(loss_fn, donate=False)(state, X)
+    assert float(new.loss_scale) == 2.0**15
+    true = jax.grad(loss_of(layer_of(passing(BACKWARD[name]))))(W, X)
+    np.testing.assert_allclose(W - new.params, true, rtol=0.05, atol=0.02 * np.abs(true).max())

@@ -15,8 +15,8 @@ import numpy as np
 
 # No public API has these. `core`: the trace to which new operations belong. `core`, `dtypes`: the
 # classes that functions of JAX take as arguments. `linear_util`: a function of a program, changed.
-# `source_info_util`: the user's source line of an
-# equation, and a context that hands it on. `ad`, `batching`: whether a value is differentiated.
+# `source_info_util`: the user's source line of an equation, and a context that hands it on. `ad`,
+# `ad_util`, `batching`: whether a value is differentiated, and what its derivative is.
 from jax._src import core, dtypes, linear_util, source_info_util
 from jax._src.ad_util import Zero
 from jax._src.interpreters.ad import JVPTrace, JVPTracer, LinearizeTrace, LinearizeTracer
@@ -134,8 +134,8 @@ def computed_by(values: Iterable[Any], known: Iterable[Any]) -> tuple[list[Any],
 
 
 def values_in(tree: Any) -> list[Any]:
-    """The values in the program that is traced now of the arrays in a pytree, without what
-    differentiates them or gives them another axis, and the values of their derivatives."""
+    """The values of the arrays in a pytree, and of their derivatives, as the program that is traced
+    now has them: below the tracers of `jax.grad` and `jax.vmap`."""
     todo, found = jax.tree.leaves(tree), list[Any]()
     while todo:
         x = todo.pop()

@@ -31,9 +31,10 @@ class Undecided:
     """A loss that is traced, and that gets a scale if it turns out to need one.
 
     Attributes:
-        is_asked_for: whether a function under `autocast` in float16 was called in it, and has
-            got the scale.
-        is_left_out: whether another function under `autocast` was called, and has got none.
+        is_asked_for: whether a function under `autocast` in float16 was called in it, so that it
+            is multiplied by the scale.
+        is_left_out: whether another function under `autocast` was called before, without a scale.
+        trace: the trace in which it is computed.
     """
 
     is_asked_for: bool = False
@@ -42,10 +43,11 @@ class Undecided:
 
     def answers(self, half: str) -> bool:
         """Whether a function under `autocast` in a dtype gets the scale."""
-        if half != "float16":
+        if half != "float16" and not self.is_asked_for:
             self.is_left_out = True
             return False
-        if trace_ctx.trace is not self.trace:  # one that is compiled inside would keep the scale
+        # A function that is compiled inside would keep the scale.
+        if self.is_left_out or trace_ctx.trace is not self.trace:
             raise NeedsScaleError
         self.is_asked_for = True
         return True

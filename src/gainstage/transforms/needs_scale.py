@@ -25,18 +25,21 @@ from gainstage.transforms.models import Changeable
 from gainstage.transforms.retrace import half_of
 
 
-def is_small_inside(loss: Any, given: Sequence[Any]) -> bool | None:
-    """Whether something that a loss, or its derivative, is computed from is in float16 or float8,
-    by the trace in which it was computed; None where that has no answer: outside of a compiled
-    function, and for a `jax.custom_vjp`, the backward pass of which is in no trace yet.
+def seen_in_trace(loss: Any, given: Sequence[Any]) -> tuple[bool | None, bool]:
+    """What the trace of a loss and its derivative shows, in which they were computed.
 
     Args:
         loss: what a function has returned.
         given: the `values_in` its arguments.
+
+    Returns:
+        Whether something in it is in float16 or float8, and whether a backward pass that a user
+        has written may be in it, by a `jax.custom_vjp`. The first is None where a trace has no
+        answer: outside of a compiled function, and for such a backward pass, which is in none yet.
     """
     values = values_in(loss)
     if not all(hasattr(x, "parent") for x in values):
-        return None
+        return None, True
     equations, inputs = computed_by(values, given)
     dtypes, names = {getattr(x, "dtype", None) for x in (*values, *inputs)}, set[str]()
     for equation in equations:
@@ -46,13 +49,9 @@ def is_small_inside(loss: Any, given: Sequence[Any]) -> bool | None:
             more, others = dtypes_and_names(part)
             dtypes |= more
             names |= others
-    if any(map(is_small_float, dtypes)):
-        return True
-    return (
-        None
-        if any(word in name for name in names for word in ("custom_vjp", "custom_lin"))
-        else False
-    )
+    is_written = any("custom_vjp" in name or "custom_lin" in name for name in names)
+    is_small = any(map(is_small_float, dtypes))
+    return (None if is_written and not is_small else is_small), is_written
 
 
 def needs_scale(

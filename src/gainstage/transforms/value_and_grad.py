@@ -28,7 +28,7 @@ from gainstage.transforms.models import (
     kind_of,
     only_integers,
 )
-from gainstage.transforms.needs_scale import is_small_inside, needs_scale
+from gainstage.transforms.needs_scale import needs_scale, seen_in_trace
 from gainstage.transforms.retrace import half_of
 from gainstage.transforms.updates import selected
 
@@ -230,7 +230,7 @@ class LossFunction(NamedTuple):
 
         @functools.wraps(self.fun, updated=())  # NNX finds the names of arguments in the signature
         def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[Any, ...]]:
-            given = values_in((args, kwargs))
+            given = [] if is_decided else values_in((args, kwargs))  # before objects change
             undecided = None if is_decided else Undecided()
             try:
                 with contextlib.nullcontext() if scale is None else loss_times(scale, undecided):
@@ -242,10 +242,10 @@ class LossFunction(NamedTuple):
             true = gradients.upcast(loss)
             needs = scale is not None
             if undecided is not None and not undecided.is_asked_for:
-                is_small = is_small_inside(loss, given)
+                is_small, is_written = seen_in_trace(loss, given)
                 needs = needs_scale(self.fun, args, kwargs) if is_small is None else is_small
-            if needs and undecided is not None and undecided.is_left_out:
-                raise NeedsScaleError
+                if needs and is_written:  # it may be under `autocast`, and gets true cotangents
+                    raise NeedsScaleError
             if scale is None or not needs:
                 return true, (true, extra, aux, None)
             return gradients.scaled(loss, scale), (true, extra, aux, ())
