@@ -196,7 +196,7 @@ def figures():
             verdicts("functions", "products by cost alone, all else float32"),
         ),
         (
-            f"Gainstage, sides of 64 or more (by hand: {by_hand} right)", "by operation",
+            f"Gainstage, sides of 64 or more (products by hand: {by_hand} right)", "by operation",
             verdicts("twins"),
         ),
         ("`torch.autocast`", "by operation", of_torch()),
