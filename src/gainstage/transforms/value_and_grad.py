@@ -163,7 +163,7 @@ class Backward(NamedTuple):
     aux: Any
     grads: PyTree  # still multiplied by the loss scale
     scale: jax.Array | None  # that scale; None if the loss needed none
-    counts: jax.Array | None = None  # a bool: whether a part of the batch counts; None for yes
+    counts: jax.Array | None = None  # a bool scalar: whether the batch has weight; None for yes
 
     def tell_if_unused(self) -> None:
         """Warns if the loss uses none of the parameters."""
@@ -214,18 +214,24 @@ class LossFunction(NamedTuple):
 
     def backward_at(
         self,
-        scale: jax.Array | None,
+        scale: jax.Array,
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
         argnums: Any = 0,
         *,
         is_decided: bool = True,
     ) -> Backward:
-        """Differentiates the loss times `scale` at these arguments, the library of which chooses
-        what differentiates; if it is not decided, only a loss that needs the scale.
+        """Differentiates the loss times this scale at these arguments, the library of which chooses
+        what differentiates.
+
+        Args:
+            scale, args, kwargs, argnums: as for `backward`.
+            is_decided: whether the scale is used whatever is in the loss. If not, a loss without
+                float16 and float8 is differentiated as it is.
 
         Raises:
-            NeedsScaleError: it was not decided, and another trace has to know.
+            NeedsScaleError: it was not decided, and a part of the loss that was traced already
+                should have known the scale.
         """
 
         @functools.wraps(self.fun, updated=())  # NNX finds the names of arguments in the signature
@@ -233,22 +239,16 @@ class LossFunction(NamedTuple):
             given = [] if is_decided else values_in((args, kwargs))  # before objects change
             undecided = None if is_decided else Undecided()
             try:
-                with contextlib.nullcontext() if scale is None else loss_times(scale, undecided):
+                with loss_times(scale, undecided):
                     result = self.fun(*args, **kwargs)
             except Exception as error:
                 explain(error)
                 raise
             loss, extra, aux = self.parts(result, args)
             true = gradients.upcast(loss)
-            needs = scale is not None
-            if undecided is not None and not undecided.is_asked_for:
-                is_small, is_written = seen_in_trace(loss, given)
-                needs = needs_scale(self.fun, args, kwargs) if is_small is None else is_small
-                if needs and is_written:  # it may be under `autocast`, and gets true cotangents
-                    raise NeedsScaleError
-            if scale is None or not needs:
-                return true, (true, extra, aux, None)
-            return gradients.scaled(loss, scale), (true, extra, aux, ())
+            if self._is_scaled(undecided, loss, given, args, kwargs):
+                return gradients.scaled(loss, scale), (true, extra, aux, ())
+            return true, (true, extra, aux, None)
 
         by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
         chosen: Sequence[Any] = argnums if isinstance(argnums, Sequence) else [argnums]
@@ -258,6 +258,23 @@ class LossFunction(NamedTuple):
         (_, parts), grads = using(scaled, has_aux=True, **by)(*args, **(kwargs or {}))
         loss, extra, aux, is_scaled = parts  # the last is told by the structure: () or None
         return Backward(loss, extra, aux, grads, None if is_scaled is None else scale)
+
+    def _is_scaled(
+        self,
+        undecided: Undecided | None,
+        loss: jax.Array,
+        given: Sequence[Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> bool:
+        """Whether a loss that was traced just now is multiplied by the scale."""
+        if undecided is None or undecided.is_asked_for:
+            return True
+        is_small, is_written = seen_in_trace(loss, given)
+        needs = needs_scale(self.fun, args, kwargs) if is_small is None else is_small
+        if needs and is_written:  # it may be under `autocast`, and gets true cotangents
+            raise NeedsScaleError
+        return needs
 
     def parts(self, result: Any, args: Sequence[Any] = ()) -> tuple[Any, PyTree, Any]:
         """The loss, the extra and aux of what the function has returned; None for what is none."""
